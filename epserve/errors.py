@@ -1,0 +1,112 @@
+"""Every error that epserve raises on purpose, whose fault it is, and the gRPC status that a caller sees.
+
+    EpserveError
+    ├── CallerError (also ValueError)      the request is wrong; sending it again will not help
+    │   ├── InvalidRequest                 INVALID_ARGUMENT    a field's dtype, shape, ids or values
+    │   ├── UnknownLayer                   NOT_FOUND           no such MoE layer in the served model
+    │   ├── TooLarge                       OUT_OF_RANGE        above a configured limit, named in the message
+    │   └── Unauthenticated                UNAUTHENTICATED     missing or wrong token
+    ├── OperatorError                      the set-up is wrong; raised before anything is served
+    │   ├── ConfigError                    FAILED_PRECONDITION unknown key, impossible combination, missing package
+    │   ├── CheckpointError                FAILED_PRECONDITION missing, surplus, misshapen or truncated tensors
+    │   └── Incompatible                   FAILED_PRECONDITION two parts that do not fit, with every reason
+    ├── ServiceError                       ours; `retryable` says whether the same request may succeed later
+    │   ├── Overloaded                     RESOURCE_EXHAUSTED  retryable: the queue is full
+    │   ├── RankFailed                     UNAVAILABLE         retryable: a rank died or hung; it is being replaced
+    │   ├── NotReady                       UNAVAILABLE         retryable: starting, recovering or draining
+    │   ├── DeadlineExceeded               DEADLINE_EXCEEDED   the caller's deadline passed
+    │   └── InternalError                  INTERNAL            a defect
+    └── HandleError                        INTERNAL            a dispatch handle or receiver used twice, never, or late
+
+`grpc_status` is the status's name, so that this module needs no gRPC.
+"""
+
+
+class EpserveError(Exception):
+    """Base of all errors of this project."""
+
+    grpc_status = "INTERNAL"
+    retryable = False
+
+
+class CallerError(EpserveError, ValueError):
+    """The request is at fault."""
+
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class InvalidRequest(CallerError):
+    """A field of the request cannot be served; the message names the field, what came and what is allowed."""
+
+    def __init__(self, message: str, *, field: str = ""):
+        super().__init__(message)
+        self.field = field
+
+
+class UnknownLayer(CallerError):
+    grpc_status = "NOT_FOUND"
+
+
+class TooLarge(CallerError):
+    grpc_status = "OUT_OF_RANGE"
+
+
+class Unauthenticated(CallerError):
+    grpc_status = "UNAUTHENTICATED"
+
+
+class OperatorError(EpserveError):
+    """The configuration, the machine or the checkpoint is at fault."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class ConfigError(OperatorError):
+    pass
+
+
+class CheckpointError(OperatorError):
+    pass
+
+
+class Incompatible(OperatorError):
+    """Parts that do not fit together; `reasons` lists each of them."""
+
+    def __init__(self, message: str, reasons: tuple[str, ...] = ()):
+        super().__init__(message + "".join(f"\n  - {reason}" for reason in reasons))
+        self.reasons = reasons
+
+
+class ServiceError(EpserveError):
+    """The service is at fault."""
+
+
+class Overloaded(ServiceError):
+    grpc_status = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.1):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RankFailed(ServiceError):
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class NotReady(ServiceError):
+    grpc_status = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineExceeded(ServiceError):
+    grpc_status = "DEADLINE_EXCEEDED"
+
+
+class InternalError(ServiceError):
+    pass
+
+
+class HandleError(EpserveError):
+    """A single-use dispatch handle or receiver was used twice, never, or after close."""

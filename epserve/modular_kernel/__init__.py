@@ -1,0 +1,67 @@
+"""The fused-MoE modular kernel: contracts, the kernel itself, and what passes between its parts."""
+
+from .capability import ExpertsCapability, LayerSpec, PrepareFinalizeCapability, check, why_not
+from .contracts import (
+    All2AllManager,
+    FusedMoEExpertsModular,
+    FusedMoEPrepareAndFinalizeModular,
+    Prepared,
+    PrepareFinalizeOptions,
+    RankContext,
+)
+from .handles import DispatchHandle, HandleBook, Receiver
+from .kernel import FusedMoEModularKernel, check_routing
+from .methods import Backends, FusedMoEMethodBase, UnquantizedFusedMoEMethod
+from .quantization import UNQUANTIZED, QuantConfig
+from .reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+    weighted_sum,
+)
+from .registry import Entry, Registry
+from .types import Activation, ExpertLayout, ExpertShape, ExpertWeights, FusedMoEActivationFormat, Routing
+from .workspace import Workspace, Workspaces, WorkspaceShapes
+
+__all__ = [
+    "UNQUANTIZED",
+    "Activation",
+    "All2AllManager",
+    "Backends",
+    "DispatchHandle",
+    "Entry",
+    "ExpertLayout",
+    "ExpertShape",
+    "ExpertWeights",
+    "ExpertsCapability",
+    "FusedMoEActivationFormat",
+    "FusedMoEExpertsModular",
+    "FusedMoEMethodBase",
+    "FusedMoEModularKernel",
+    "FusedMoEPrepareAndFinalizeModular",
+    "HandleBook",
+    "LayerSpec",
+    "PrepareFinalizeCapability",
+    "PrepareFinalizeOptions",
+    "Prepared",
+    "QuantConfig",
+    "RankContext",
+    "Receiver",
+    "Registry",
+    "Routing",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
+    "UnquantizedFusedMoEMethod",
+    "Workspace",
+    "WorkspaceShapes",
+    "Workspaces",
+    "check",
+    "check_routing",
+    "weighted_sum",
+    "why_not",
+]

@@ -1,0 +1,133 @@
+"""Capability records: what each backend can do, as data, and the one check that two of them fit.
+
+The error message, the `epserve compat` table, the docs and the test matrix are all made from these records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epserve.errors import Incompatible
+
+from .quantization import QuantConfig
+from .types import Activation, ExpertLayout, ExpertShape, FusedMoEActivationFormat
+
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFinalizeCapability:
+    """Limits of one prepare/finalize class. None or an empty set means "no limit"."""
+
+    activation_format: FusedMoEActivationFormat
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    dtypes: frozenset[torch.dtype] = FLOATS
+    quant_dispatch: frozenset[str] = frozenset()
+    """Quantisation schemes whose rows can be dispatched already quantised; others are quantised after dispatch."""
+    max_ranks: int | None = None
+    max_top_k: int | None = None
+    hidden_sizes: frozenset[int] = frozenset()
+    hidden_multiple_of: int = 1
+    uneven_experts: bool = True
+    async_receive: bool = False
+    """Has prepare_no_receive: the transfer goes on while the caller computes."""
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsCapability:
+    """Limits of one experts class."""
+
+    activation_formats: frozenset[FusedMoEActivationFormat]
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype] = FLOATS
+    quant_schemes: frozenset[str] = frozenset({"none"})
+    activations: frozenset[str] = frozenset(Activation.KINDS)
+    ungated: bool = True
+    bias: bool = True
+    hidden_multiple_of: int = 1
+    intermediate_multiple_of: int = 1
+    supports_expert_map: bool = True
+    """Skips slots whose expert is not on this rank (id -1); Standard format over several ranks needs it."""
+    cuda_graph: bool = False
+    min_compute_capability: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What is asked of a pair: the layer's sizes and numerics, the ranks and the device."""
+
+    shape: ExpertShape
+    layout: ExpertLayout
+    device: str = "cpu"
+    quant: QuantConfig = QuantConfig()
+    activation: Activation = Activation()
+    bias: bool = False
+    cuda_graph: bool = False
+
+
+def why_not(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec | None = None) -> tuple[str, ...]:
+    """Every reason why this pair cannot serve `spec` (or anything at all, without a spec). Empty: it fits."""
+    reasons = []
+    if pf.activation_format not in experts.activation_formats:
+        takes = " or ".join(sorted(f.name for f in experts.activation_formats))
+        reasons.append(f"prepare delivers {pf.activation_format.name}, the experts take {takes}")
+    if not pf.devices & experts.devices:
+        reasons.append(f"no common device: {_list(pf.devices)} against {_list(experts.devices)}")
+    if not pf.dtypes & experts.dtypes:
+        reasons.append(f"no common activation dtype: {_list(pf.dtypes)} against {_list(experts.dtypes)}")
+    if spec is not None and not reasons:
+        reasons += _spec_reasons(pf, experts, spec)
+    return tuple(reasons)
+
+
+def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec) -> list[str]:
+    shape, ranks, counts = spec.shape, spec.layout.num_ranks, spec.layout.counts
+    checks = [
+        (spec.device in pf.devices, f"prepare/finalize runs on {_list(pf.devices)}, not on {spec.device}"),
+        (spec.device in experts.devices, f"the experts run on {_list(experts.devices)}, not on {spec.device}"),
+        (shape.dtype in pf.dtypes, f"prepare/finalize moves {_list(pf.dtypes)}, not {_name(shape.dtype)}"),
+        (shape.dtype in experts.dtypes, f"the experts compute in {_list(experts.dtypes)}, not {_name(shape.dtype)}"),
+        (spec.quant.scheme in experts.quant_schemes,
+         f"quantisation {spec.quant.scheme}: the experts have {_list(experts.quant_schemes)}"),
+        (spec.activation.kind in experts.activations,
+         f"activation {spec.activation.kind}: the experts have {_list(experts.activations)}"),
+        (spec.activation.gated or experts.ungated, "the experts have no ungated form"),
+        (not spec.bias or experts.bias, "the experts have no biases"),
+        (pf.max_ranks is None or ranks <= pf.max_ranks, f"{ranks} ranks, at most {pf.max_ranks}"),
+        (pf.max_top_k is None or shape.top_k <= pf.max_top_k, f"top-k {shape.top_k}, at most {pf.max_top_k}"),
+        (not pf.hidden_sizes or shape.hidden in pf.hidden_sizes,
+         f"hidden size {shape.hidden} is not one of {_list(pf.hidden_sizes)}"),
+        (shape.hidden % pf.hidden_multiple_of == 0,
+         f"hidden size {shape.hidden} is not a multiple of {pf.hidden_multiple_of} (prepare/finalize)"),
+        (shape.hidden % experts.hidden_multiple_of == 0,
+         f"hidden size {shape.hidden} is not a multiple of {experts.hidden_multiple_of} (experts)"),
+        (shape.intermediate % experts.intermediate_multiple_of == 0,
+         f"intermediate size {shape.intermediate} is not a multiple of {experts.intermediate_multiple_of} (experts)"),
+        (pf.uneven_experts or len(set(counts)) == 1, f"uneven experts per rank {counts}"),
+        (spec.layout.num_experts == shape.num_experts,
+         f"the layout places {spec.layout.num_experts} experts, the layer has {shape.num_experts}"),
+        (ranks == 1 or experts.supports_expert_map
+         or pf.activation_format is FusedMoEActivationFormat.BatchedExperts,
+         "the experts cannot skip slots of other ranks (supports_expert_map)"),
+        (not spec.cuda_graph or pf.cuda_graph, "CUDA graphs: prepare/finalize waits on the CPU"),
+        (not spec.cuda_graph or experts.cuda_graph, "CUDA graphs: the experts wait on the CPU"),
+    ]  # fmt: skip
+    return [text for ok, text in checks if not ok]
+
+
+def check(names: tuple[str, str], pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec) -> None:
+    """Raises Incompatible with every reason. Costs microseconds: run it before any weight is read."""
+    reasons = why_not(pf, experts, spec)
+    if reasons:
+        raise Incompatible(f"prepare/finalize {names[0]!r} and experts {names[1]!r} cannot serve this layer:", reasons)
+
+
+def _name(value) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _list(values) -> str:
+    return ", ".join(sorted(_name(value) for value in values)) or "nothing"

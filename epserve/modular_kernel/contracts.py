@@ -1,0 +1,226 @@
+"""The contracts of the modular kernel: all-to-all managers, prepare/finalize, experts.
+
+The names are those of vLLM's fused-MoE modular kernel. A step is a collective: every rank calls prepare and finalize the
+same number of times in the same order, with zero rows too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from epserve.errors import ConfigError
+
+from .capability import ExpertsCapability, LayerSpec, PrepareFinalizeCapability
+from .handles import DispatchHandle, HandleBook, Receiver
+from .quantization import QuantConfig
+from .reduce import TopKWeightAndReduce
+from .types import ExpertWeights, FusedMoEActivationFormat, Routing
+from .workspace import Workspace, WorkspaceShapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """Where this rank stands. `group`: torch.distributed process group (gloo on CPU, NCCL on CUDA), None for one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+    timeout_s: float = 30.0
+    """Deadline of every wait on other ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFinalizeOptions:
+    """How a prepare/finalize object is laid out; the same on all ranks."""
+
+    max_tokens_per_rank: int = 4096
+    """Cap of one round. Longer batches are split into rounds that all ranks agree on."""
+    combine_order: str = "rank"
+    """"rank": each rank sums its own slots, partial sums are added in rank order (fewest bytes). "slot": one row a slot
+    comes home and is added in slot order, so the bits do not depend on the number of ranks or on placement."""
+    dispatch_quantised: bool = True
+    """Send rows quantised where both the scheme and the backend can; otherwise quantise after dispatch."""
+    batches_in_flight: int = 1
+
+    def __post_init__(self):
+        if self.max_tokens_per_rank < 1:
+            raise ConfigError(f"max_tokens_per_rank must be at least 1, got {self.max_tokens_per_rank}")
+        if self.combine_order not in ("rank", "slot"):
+            raise ConfigError(f"combine_order must be 'rank' or 'slot', got {self.combine_order!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What prepare hands to the experts.
+
+    Standard: `x` `(M', K)`, `routing` with local slots (-1: not on this rank, or padding), `expert_num_tokens` None.
+    BatchedExperts: `x` `(e, T, K)`, `expert_num_tokens` int32 `(e,)` on the device, `routing` None.
+    `scales`: float32, with `x` in e4m3: `(M', K/128)` or `(e, T, K/128)`, row-major; None when `x` is not quantised.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    routing: Routing | None = None
+    expert_num_tokens: torch.Tensor | None = None
+    handle: DispatchHandle
+
+
+class FusedMoEPrepareAndFinalizeModular(ABC):
+    """Quantise and dispatch before the experts; combine after them. Holds no state of a batch: handles do."""
+
+    capability: ClassVar[PrepareFinalizeCapability]
+
+    def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions):
+        self.ranks, self.spec, self.options = ranks, spec, options
+        self.book = HandleBook(type(self).__name__)
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return self.capability.activation_format
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """What the library underneath takes. Callers always pass int32; a backend widens inside itself."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Most rows a rank may pass to one prepare, the same on all ranks."""
+        return self.options.max_tokens_per_rank
+
+    def num_dispatchers(self) -> int:
+        """How many ranks may send rows to this one, itself included."""
+        return self.ranks.world_size
+
+    def max_rows(self) -> int:
+        """Most rows that prepare can return in Standard format: what workspaces are reserved for."""
+        return self.options.max_tokens_per_rank * self.num_dispatchers()
+
+    def has_prepare_no_receive(self) -> bool:
+        return self.capability.async_receive
+
+    @abstractmethod
+    def prepare(
+        self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
+    ) -> Prepared:
+        """Dispatch `x_MK` `(M, K)` contiguous with physical ids.
+
+        tokens_per_rank: M of every rank where the caller knows it (a scheduler does); None: the backend exchanges it.
+        """
+
+    def prepare_no_receive(
+        self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
+    ) -> Receiver[Prepared]:
+        """Start the dispatch. The receiver, called once, waits for it. `x_MK` must stay unchanged until then."""
+        raise NotImplementedError(f"{type(self).__name__} has no asynchronous dispatch: see has_prepare_no_receive()")
+
+    @abstractmethod
+    def finalize(
+        self, handle: DispatchHandle, y: torch.Tensor, *, reduce: TopKWeightAndReduce, out_MK: torch.Tensor
+    ) -> torch.Tensor:
+        """Combine the experts' `y` into `out_MK` `(M, K)` for the tokens this rank passed to prepare; returns it.
+
+        `reduce`: what the experts left to do. The backend does it where it is cheapest.
+        """
+
+    def finalize_no_wait(
+        self, handle: DispatchHandle, y: torch.Tensor, *, reduce: TopKWeightAndReduce, out_MK: torch.Tensor
+    ) -> Receiver[torch.Tensor]:
+        """Start the combine; the receiver waits for it. Default: combine now, the receiver hands the result over."""
+        out = self.finalize(handle, y, reduce=reduce, out_MK=out_MK)
+        return Receiver(self.book, lambda: out)
+
+    def abandon(self) -> None:
+        """Forget outstanding handles after an error that ended the group, so that close() does not complain."""
+        self.book.forget()
+
+    def close(self) -> None:
+        """Collective. Frees buffers. Raises HandleError when a handle or receiver was never used."""
+        self.book.close()
+
+
+class All2AllManager(ABC):
+    """Sets a communication library up once for a rank and gives out prepare/finalize objects, memoised."""
+
+    prepare_finalize: ClassVar[type[FusedMoEPrepareAndFinalizeModular]]
+
+    def __init__(self, ranks: RankContext):
+        self.ranks = ranks
+        self._made: dict[tuple, FusedMoEPrepareAndFinalizeModular] = {}
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this backend cannot run on this machine (a package, a device, a link), or None when it can."""
+        return None
+
+    @classmethod
+    def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
+        """Device memory that `get_handle` will take on each rank; checked before allocation and shown by `plan`."""
+        return 0
+
+    def get_handle(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> FusedMoEPrepareAndFinalizeModular:
+        """Collective on first use of a configuration."""
+        key = (spec, options)
+        if key not in self._made:
+            self._made[key] = self.make(spec, options)
+        return self._made[key]
+
+    def make(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> FusedMoEPrepareAndFinalizeModular:
+        return self.prepare_finalize(self.ranks, spec, options)
+
+    def abandon(self) -> None:
+        for made in self._made.values():
+            made.abandon()
+
+    def destroy(self) -> None:
+        """Collective and explicit; there is no destructor."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+class FusedMoEExpertsModular(ABC):
+    """permute, x W1, activation and multiply, quantise, x W2, unpermute, and where it pays weight and reduce.
+
+    One object serves every layer of one shape; the weights come with each call.
+    """
+
+    capability: ClassVar[ExpertsCapability]
+
+    def __init__(self, spec: LayerSpec):
+        self.spec = spec
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this backend cannot run on this machine, or None when it can."""
+        return None
+
+    @classmethod
+    def activation_formats(cls) -> frozenset[FusedMoEActivationFormat]:
+        return cls.capability.activation_formats
+
+    @classmethod
+    def supports_expert_map(cls) -> bool:
+        return cls.capability.supports_expert_map
+
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Once after loading: repack what the kernels want. The result may share memory with `weights`."""
+        return weights
+
+    @abstractmethod
+    def workspace_shapes(self, num_rows: int, top_k: int, num_experts: int, capacity: int = 0) -> WorkspaceShapes:
+        """For `num_rows` = M' rows in Standard format, or `num_experts` x `capacity` = e x T in BatchedExperts."""
+
+    @abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce: ...
+
+    @abstractmethod
+    def apply(
+        self, output: torch.Tensor, prepared: Prepared, *, weights: ExpertWeights, workspace: Workspace
+    ) -> torch.Tensor:
+        """Write the result to `output`, whose shape `workspace_shapes` gave, and return it."""
+
+    def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
+        """Compile and measure whatever `apply` may need up to `max_rows`; nothing may compile afterwards."""

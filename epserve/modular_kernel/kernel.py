@@ -1,0 +1,144 @@
+"""The fused-MoE modular kernel: prepare -> workspaces -> experts -> finalize, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from epserve.errors import InvalidRequest
+
+from . import capability
+from .contracts import FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular, Prepared
+from .types import ExpertWeights, FusedMoEActivationFormat, Routing
+from .workspace import Workspaces, WorkspaceShapes
+
+SharedExperts = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FusedMoEModularKernel:
+    """One prepare/finalize and one experts object that fit, and the workspaces between them.
+
+    Serves every layer of its shape: the weights come with each call.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalizeModular,
+        fused_experts: FusedMoEExpertsModular,
+        *,
+        workspaces: Workspaces | None = None,
+    ):
+        pf, experts = prepare_finalize, fused_experts
+        names = type(pf).__name__, type(experts).__name__
+        capability.check(names, pf.capability, experts.capability, pf.spec)
+        self.prepare_finalize, self.fused_experts = pf, experts
+        self.workspaces = workspaces or Workspaces(pf.ranks.device)
+        self.top_k, self.quant = pf.spec.shape.top_k, pf.spec.quant
+
+    def workspace_shapes(self, prepared: Prepared | None = None) -> WorkspaceShapes:
+        """For one batch, or for the largest one that prepare can return."""
+        pf = self.prepare_finalize
+        if pf.activation_format() is FusedMoEActivationFormat.Standard:
+            rows = pf.max_rows() if prepared is None else prepared.x.shape[0]
+            top_k = self.top_k if prepared is None or prepared.routing is None else prepared.routing.ids_Mt.shape[1]
+            return self.fused_experts.workspace_shapes(rows, top_k, pf.spec.layout.counts[pf.ranks.rank])
+        if prepared is None:
+            num_experts = pf.spec.layout.counts[pf.ranks.rank]
+            capacity = pf.num_dispatchers() * pf.options.max_tokens_per_rank
+        else:
+            num_experts, capacity = prepared.x.shape[:2]
+        return self.fused_experts.workspace_shapes(0, self.top_k, num_experts, capacity)
+
+    def warm_up(self, weights: ExpertWeights) -> None:
+        """Reserve workspaces for the largest batch, let the experts compile and measure, then lock."""
+        self.workspaces.reserve(self.workspace_shapes())
+        self.fused_experts.warm_up(weights, self.prepare_finalize.max_rows())
+        self.workspaces.lock()
+
+    def forward(
+        self,
+        x_MK: torch.Tensor,
+        routing: Routing,
+        *,
+        weights: ExpertWeights,
+        tokens_per_rank: Sequence[int] | None = None,
+        shared_experts: SharedExperts | None = None,
+    ) -> torch.Tensor:
+        """One step of one layer: `(M, K)` in, `(M, K)` out, in the dtype of `x_MK`. Collective.
+
+        routing: physical ids, checked by the caller (see `check_routing`).
+        tokens_per_rank: M of every rank. A batch above the cap becomes rounds, as many on all ranks as the longest
+        needs; without this argument the ranks agree on the number by an all-reduce first.
+        shared_experts: `(M, K)` -> `(M, K)`; runs while the dispatch is under way, its result is added to the output.
+        """
+        x_MK = x_MK.contiguous()
+        out_MK = torch.empty_like(x_MK)
+        cap = self.prepare_finalize.max_num_tokens_per_rank()
+        counts = list(tokens_per_rank) if tokens_per_rank is not None else None
+        for start, stop, round_counts in self._rounds(x_MK.shape[0], cap, counts):
+            rows, routed = x_MK[start:stop], routing.rows(start, stop)
+            self._round(rows, routed, out_MK[start:stop], weights, round_counts, shared_experts)
+        return out_MK
+
+    def _rounds(self, num_tokens: int, cap: int | None, counts: list[int] | None):
+        if cap is None:
+            yield 0, num_tokens, counts
+            return
+        longest = max(counts) if counts is not None else self._agree_longest(num_tokens)
+        for start in range(0, max(longest, 1), cap):
+            taken = None if counts is None else [min(max(count - start, 0), cap) for count in counts]
+            yield min(start, num_tokens), min(start + cap, num_tokens), taken
+
+    def _agree_longest(self, num_tokens: int) -> int:
+        ranks = self.prepare_finalize.ranks
+        if ranks.world_size == 1:
+            return num_tokens
+        longest = torch.tensor([num_tokens], dtype=torch.int64, device=ranks.device)
+        torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=ranks.group)
+        return int(longest)
+
+    def _round(self, x_MK, routing, out_MK, weights, counts, shared_experts) -> None:
+        pf, experts = self.prepare_finalize, self.fused_experts
+        shared_MK = None
+        if shared_experts is None:
+            prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
+        elif pf.has_prepare_no_receive():
+            receive = pf.prepare_no_receive(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
+            shared_MK = shared_experts(x_MK)
+            prepared = receive()
+        else:
+            prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
+            shared_MK = shared_experts(x_MK)
+        workspace = self.workspaces.carve(self.workspace_shapes(prepared))
+        y = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+        pf.finalize(prepared.handle, y, reduce=experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
+        if shared_MK is not None:
+            out_MK += shared_MK
+
+
+def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, num_experts: int) -> Routing:
+    """The door's check of routing that came from outside; ids become int32.
+
+    Raises InvalidRequest that names the field, what came and what is allowed.
+    """
+    if ids.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.int8):
+        raise InvalidRequest(f"topk_ids: dtype {ids.dtype} is not an integer type; send int32", field="topk_ids")
+    for name, value in (("topk_ids", ids), ("topk_weights", weights)):
+        if value.ndim != 2 or value.shape[0] != num_tokens:
+            shape = tuple(value.shape)
+            raise InvalidRequest(f"{name}: shape {shape}, but hidden_states has {num_tokens} tokens", field=name)
+    if weights.shape != ids.shape:
+        text = f"topk_weights: shape {tuple(weights.shape)} differs from topk_ids {tuple(ids.shape)}"
+        raise InvalidRequest(text, field="topk_weights")
+    if not weights.dtype.is_floating_point:
+        raise InvalidRequest(f"topk_weights: dtype {weights.dtype} is not a float type", field="topk_weights")
+    wide = ids.long()
+    if wide.numel() and (int(wide.min()) < -1 or int(wide.max()) >= num_experts):
+        bad = int(wide[(wide < -1) | (wide >= num_experts)][0])
+        text = f"topk_ids: id {bad} is outside 0..{num_experts - 1} (-1 means no expert)"
+        raise InvalidRequest(text, field="topk_ids")
+    weights = weights.float()
+    if not bool(torch.isfinite(weights[wide >= 0]).all()):
+        raise InvalidRequest("topk_weights: holds values that are not finite", field="topk_weights")
+    return Routing(ids_Mt=wide.int().contiguous(), weights_Mt=weights.contiguous())

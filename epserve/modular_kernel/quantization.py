@@ -1,0 +1,54 @@
+"""Quantisation as data: what the weights and the activations of a layer are stored in, and how their scales lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epserve.errors import ConfigError
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # largest finite e4m3 value
+BLOCK = 128  # DeepSeek's block side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """Storage of weights and activations.
+
+    scheme            weights                 activations            s13, s2                       a1, a2
+    ----------------  ----------------------  ---------------------  ----------------------------  -------------------
+    none              bf16, fp16, fp32        as weights             -                             -
+    fp8_tensor        e4m3                    e4m3, per tensor       (e,) fp32                     (1,) fp32, or dynamic
+    fp8_channel       e4m3                    e4m3, per token        (e, 2N), (e, K) fp32          -
+    fp8_block         e4m3                    e4m3, per 1x128        (e, 2N/128, K/128) ... fp32   -
+    int8_channel      int8                    int8, per token        (e, 2N), (e, K) fp32          -
+    int4              uint8, two a byte       not quantised          (e, 2N, K/group) ...          -
+    mxfp4             uint8, two a byte       not quantised          (e, 2N, K/32) e8m0 as uint8   -
+    nvfp4             uint8, two a byte       not quantised          (e, 2N, K/16) e4m3 + a global -
+
+    `dynamic`: the scales of activations are computed from the batch (always so where no a1/a2 is listed).
+    """
+
+    scheme: str = "none"
+    dynamic: bool = False
+    group: int = 128
+
+    SCHEMES = ("none", "fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", "int4", "mxfp4", "nvfp4")
+
+    def __post_init__(self):
+        if self.scheme not in self.SCHEMES:
+            raise ConfigError(f"quantisation {self.scheme!r} is not one of {', '.join(self.SCHEMES)}")
+
+    @property
+    def quantises_activations(self) -> bool:
+        return self.scheme in ("fp8_tensor", "fp8_channel", "fp8_block", "int8_channel")
+
+    @property
+    def dispatch_dtype(self) -> torch.dtype | None:
+        """The dtype in which rows may be dispatched with their scales; None: only in the model's own dtype."""
+        return FP8 if self.scheme == "fp8_block" else None
+
+
+UNQUANTIZED = QuantConfig()

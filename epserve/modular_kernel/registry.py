@@ -1,0 +1,43 @@
+"""A registry of backends: one name, one lazy factory. Its names are CLI choices, test parameters and table rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from epserve.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(Generic[T]):
+    name: str
+    summary: str
+    load: Callable[[], type[T]]
+    """Imports the backend's file and returns its class. The file itself imports without its optional packages."""
+
+
+class Registry(Generic[T]):
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._entries: dict[str, Entry[T]] = {}
+
+    def register(self, name: str, summary: str, load: Callable[[], type[T]]) -> None:
+        assert name not in self._entries, f"{self.kind} {name} registered twice"
+        self._entries[name] = Entry(name=name, summary=summary, load=load)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def entry(self, name: str) -> Entry[T]:
+        if name not in self._entries:
+            close = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{self.kind} {name!r} is unknown{hint} (known: {', '.join(self._entries)})")
+        return self._entries[name]
+
+    def get(self, name: str) -> type[T]:
+        return self.entry(name).load()

@@ -1,0 +1,139 @@
+"""The values that pass between prepare, experts and finalize.
+
+Legend of suffixes: M tokens, K hidden size, N intermediate size, E physical experts of all ranks, e experts of this
+rank, T capacity per expert, t = top-k, R ranks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from epserve.errors import ConfigError
+
+
+class FusedMoEActivationFormat(enum.Enum):
+    """How activations lie between prepare and finalize."""
+
+    Standard = "standard"
+    """`(M, K)` rows with ids and weights `(M, t)`."""
+    BatchedExperts = "batched_experts"
+    """`(e, T, K)` with `expert_num_tokens (e,)`; rows past the count are undefined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which experts each token goes to, and with which weight.
+
+    `ids_Mt` int32, contiguous; -1 means "no expert" and its weight is ignored. Before prepare: physical expert ids,
+    0 .. E-1. In what prepare returns: local slots of this rank, 0 .. e-1; every other slot is -1.
+    `weights_Mt` float32, contiguous.
+    """
+
+    ids_Mt: torch.Tensor
+    weights_Mt: torch.Tensor
+
+    def __post_init__(self):
+        assert self.ids_Mt.dtype == torch.int32 and self.weights_Mt.dtype == torch.float32
+        assert self.ids_Mt.shape == self.weights_Mt.shape and self.ids_Mt.ndim == 2
+
+    def rows(self, start: int, stop: int) -> Routing:
+        return Routing(ids_Mt=self.ids_Mt[start:stop], weights_Mt=self.weights_Mt[start:stop])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayout:
+    """How many physical experts each rank holds. Rank r holds the ids `offsets[r] .. offsets[r+1]-1`; counts may differ."""
+
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self):
+        if not self.counts or any(count < 0 for count in self.counts) or sum(self.counts) == 0:
+            raise ConfigError(f"experts per rank must be non-negative and not all zero, got {self.counts}")
+        object.__setattr__(self, "offsets", (0, *accumulate(self.counts)))
+
+    @classmethod
+    def even(cls, num_experts: int, num_ranks: int) -> ExpertLayout:
+        """As even as it gets: the first `num_experts % num_ranks` ranks hold one more."""
+        base, extra = divmod(num_experts, num_ranks)
+        return cls(counts=tuple(base + (rank < extra) for rank in range(num_ranks)))
+
+    @property
+    def num_experts(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.counts)
+
+    def rank_of(self, expert: int) -> int:
+        return bisect.bisect_right(self.offsets, expert) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """The expert's non-linearity, as data.
+
+    kind: "silu", "gelu" (erf), "gelu_tanh", "relu2" or "swigluoai" (gate * sigmoid(alpha * gate) * (up + 1)).
+    gated: x W1 yields gate and up, and the result is act(gate) * up. Otherwise act(x W1).
+    limit: clamp of gate (above) and up (both sides) before the non-linearity, as gpt-oss and DeepSeek-V4 have it.
+    """
+
+    kind: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    alpha: float = 1.702
+
+    KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")
+
+    def __post_init__(self):
+        if self.kind not in self.KINDS:
+            raise ConfigError(f"activation {self.kind!r} is not one of {', '.join(self.KINDS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """One rank's experts of one layer: weights, scales and everything derived from them, moved as one unit.
+
+    `w13_eNK` `(e, 2N, K)`: the N rows of gate, then the N rows of up (`(e, N, K)` when not gated). `w2_eKN` `(e, K, N)`.
+    `b13`, `b2`: optional biases `(e, 2N)`, `(e, K)`. `s13`, `s2`, `a1`, `a2`: scales of weights and activations, whose
+    shapes `QuantConfig` gives. Loaders bring other layouts (interleaved, transposed) into this one, so that every experts
+    class knows one.
+    """
+
+    w13_eNK: torch.Tensor
+    w2_eKN: torch.Tensor
+    activation: Activation = Activation()
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    s13: torch.Tensor | None = None
+    s2: torch.Tensor | None = None
+    a1: torch.Tensor | None = None
+    a2: torch.Tensor | None = None
+    derived: dict = field(default_factory=dict, compare=False, repr=False)
+    """What an experts class made from these tensors (repacked weights, TMA descriptors), keyed by its own name."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13_eNK.shape[0]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = ("w13_eNK", "w2_eKN", "b13", "b2", "s13", "s2", "a1", "a2")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The sizes of one MoE layer. `hidden` = K, `intermediate` = N, `num_experts` = E (physical), `top_k` = t."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    """Of the activations that enter and leave the layer."""

@@ -1,0 +1,33 @@
+"""The experts' non-linearities in plain torch, as `Activation` describes them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from epserve.modular_kernel.types import Activation
+
+
+def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`(..., 2N)` gate then up -> `(..., N)`; not gated: `(..., N)` -> `(..., N)`. In the dtype of `h`."""
+    if not activation.gated:
+        return _nonlinear(h, activation)
+    gate, up = h.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "swigluoai":
+        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+    return _nonlinear(gate, activation) * up
+
+
+def _nonlinear(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    match activation.kind:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu2":
+            return F.relu(x).square()
+    raise AssertionError(f"{activation.kind} has no ungated form")

@@ -1,0 +1,49 @@
+"""The oracle: one expert after the other, in plain torch. Every other experts class is compared with this one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from epserve.modular_kernel import (
+    ExpertsCapability,
+    ExpertWeights,
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    TopKWeightAndReduceContiguous,
+    WorkspaceShapes,
+)
+
+from .activation import activate
+
+
+def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
+    """One expert on its rows: `(m, K)` -> `(m, K)`."""
+    b13 = None if weights.b13 is None else weights.b13[expert]
+    b2 = None if weights.b2 is None else weights.b2[expert]
+    h = activate(F.linear(x_mK, weights.w13_eNK[expert], b13), weights.activation)
+    return F.linear(h, weights.w2_eKN[expert], b2)
+
+
+class LoopExperts(FusedMoEExpertsModular):
+    """Standard format. Leaves one row a slot, `(M, t, K)`; rows of slots without an expert stay undefined."""
+
+    capability = ExpertsCapability(
+        activation_formats=frozenset({FusedMoEActivationFormat.Standard}), devices=frozenset({"cpu", "cuda"})
+    )
+
+    def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
+        shape, dtype = self.spec.shape, self.spec.shape.dtype
+        output = (num_rows, top_k, shape.hidden)
+        return WorkspaceShapes(workspace13=(0,), workspace2=(0,), output=output, dtype=dtype, output_dtype=dtype)
+
+    def finalize_weight_and_reduce_impl(self):
+        return TopKWeightAndReduceContiguous()
+
+    def apply(self, output, prepared, *, weights, workspace):
+        ids_Mt = prepared.routing.ids_Mt
+        for expert in range(weights.num_experts):
+            token, slot = (ids_Mt == expert).nonzero(as_tuple=True)
+            if token.numel():
+                output[token, slot] = expert_mlp(prepared.x[token], weights, expert)
+        return output

@@ -68,7 +68,9 @@ class LayerSpec:
     cuda_graph: bool = False
 
 
-def why_not(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec | None = None) -> tuple[str, ...]:
+def why_not(
+    pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec | None = None
+) -> tuple[str, ...]:
     """Every reason why this pair cannot serve `spec` (or anything at all, without a spec). Empty: it fits."""
     reasons = []
     if pf.activation_format not in experts.activation_formats:

@@ -1,0 +1,36 @@
+# Everything runs in .venv; PYTHON picks the interpreter that makes it.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: env demo test check format proto clean
+env: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml requirements/lock.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt -e '.[dev]'
+	touch $@
+
+demo: env
+	$(BIN)/epserve demo
+
+test: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m epserve.serving.generate --check
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: env
+	$(BIN)/python -m epserve.serving.generate
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,150 @@
+"""The configuration of a service: frozen data, read from one YAML file and checked at the door.
+
+Unknown keys are errors with a suggestion. Nothing here imports torch, Ray or gRPC.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from epserve.errors import ConfigError
+
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    path: Path
+    """Folder with config.json and safetensors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of activations and unquantised weights; auto: the checkpoint's own."""
+    layers: tuple[int, ...] = ()
+    """Which MoE layers to serve; empty: all."""
+
+
+class EngineConfig(_Section):
+    """What each rank runs."""
+
+    ranks: Annotated[int, Field(ge=1, le=1024)] = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    all2all: str = "auto"
+    experts: str = "auto"
+    max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
+    combine_order: Literal["rank", "slot"] = "rank"
+    dispatch_quantised: bool = True
+    experts_per_rank: tuple[int, ...] = ()
+    """Physical experts on each rank; empty: as even as it gets."""
+
+
+class ClusterConfig(_Section):
+    """Where Ray runs."""
+
+    address: str = "local"
+    """local: start a Ray of our own and stop it afterwards; auto or host:port: join a running cluster."""
+    cpus_per_rank: Annotated[float, Field(ge=0)] = 0.1
+    gpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
+    """Used with device cuda only."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+
+
+class SchedulerConfig(_Section):
+    """How requests become steps."""
+
+    max_queued_tokens: Annotated[int, Field(ge=1)] = 65536
+    """Per layer; above it callers get RESOURCE_EXHAUSTED with a retry delay."""
+    max_step_tokens: Annotated[int, Field(ge=1)] = 16384
+    """Most tokens that are joined into one step, over all ranks."""
+    join_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """How long a step may wait for more requests while the ranks are idle."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A step that takes longer counts as hung: its ranks are replaced."""
+    default_deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    """For callers that send none."""
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 20.0
+    """How long SIGTERM waits for accepted requests."""
+
+
+class ServerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    """0: the system picks one; it is printed and in the ready file."""
+    max_message_bytes: Annotated[int, Field(ge=1024)] = 256 * MIB
+    max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
+    max_concurrent_streams: Annotated[int, Field(ge=1)] = 1024
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """Set: clients must present a certificate that this authority signed."""
+    tokens_file: Path | None = None
+    """One bearer token a line; set: every call needs `authorization: Bearer TOKEN`."""
+    reflection: bool = True
+    allow_insecure: bool = False
+    """Needed to listen beyond loopback without TLS."""
+
+    @model_validator(mode="after")
+    def _secure(self):
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key come together")
+        loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        if not loopback and self.tls_cert is None and not self.allow_insecure:
+            raise ValueError(f"host {self.host} is reachable from outside: set tls_cert and tls_key, or allow_insecure")
+        return self
+
+
+class Config(_Section):
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a YAML file; `overrides` maps dotted keys ("server.port") to values. Raises ConfigError, one clear message."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration file {path} must hold a mapping, not {type(data).__name__}")
+    for dotted, value in (overrides or {}).items():
+        *sections, key = dotted.split(".")
+        target = data
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return parse_config(data, str(path))
+
+
+def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:
+    """Raises ConfigError that lists every wrong key with what is allowed."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        problems = "".join(f"\n  - {_explain(item)}" for item in error.errors())
+        raise ConfigError(f"{source}:{problems}") from None
+
+
+def _explain(item) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        shown = "" if item["type"] == "missing" or isinstance(item["input"], dict) else f" (got {item['input']!r})"
+        return f"{where or 'configuration'}: {item['msg']}{shown}"
+    section: type[BaseModel] = Config
+    for part in item["loc"][:-1]:
+        section = section.model_fields[part].annotation  # type: ignore[assignment]
+    close = difflib.get_close_matches(str(item["loc"][-1]), section.model_fields, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{where}: unknown key{hint} (known: {', '.join(section.model_fields)})"

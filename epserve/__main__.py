@@ -1,0 +1,5 @@
+"""`python -m epserve`."""
+
+from epserve.cli import main
+
+main()

@@ -1,0 +1,166 @@
+"""The command line: `epserve serve | call | doctor | compat | demo`. Each command is a few lines over a module."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from epserve import __version__
+from epserve.errors import EpserveError
+
+app = typer.Typer(
+    help="Experts as a service: serve the expert layers of a Mixture-of-Experts model from a cluster.\n\n"
+    "A first run on any machine, no GPU needed:  [bold]epserve demo[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log at debug level.")] = False,
+) -> None:
+    if version:
+        print(f"epserve {__version__}")
+        raise typer.Exit
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Argument(help="YAML file; see docs/configuration.md.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key, e.g. --set server.port=0 --set engine.ranks=4.")
+    ] = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Written once the service answers: host, port, pid.")] = None,
+) -> None:
+    """Start the ranks and the gRPC front end; run until SIGTERM or Ctrl-C."""
+    import yaml
+
+    from epserve.config import load_config
+    from epserve.errors import ConfigError
+
+    overrides = {}
+    for item in set_ or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {item!r} is not KEY=VALUE")
+        overrides[key] = yaml.safe_load(value)
+    loaded = load_config(config, overrides)
+    from epserve.service import serve as run
+
+    asyncio.run(run(loaded, ready_file=ready_file))
+
+
+@app.command()
+def call(
+    address: Annotated[str, typer.Argument(help="host:port of a service.")] = "127.0.0.1:50051",
+    layer: Annotated[int | None, typer.Option(help="MoE layer; default: the first that is served.")] = None,
+    tokens: Annotated[int, typer.Option(help="Random tokens to send.")] = 16,
+    repeat: Annotated[int, typer.Option(help="Calls to make.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for each call.")] = 60.0,
+    token_file: Annotated[Path | None, typer.Option(help="File whose first line is the bearer token.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+) -> None:
+    """Send a batch of random tokens through one layer and print what came back."""
+    import time
+
+    import torch
+
+    from epserve.client import Client
+
+    console = Console()
+    token = token_file.read_text().split()[0] if token_file else None
+    with Client(address, token=token, tls_ca=tls_ca) as client:
+        model = client.model(timeout=timeout)
+        layer = model.layers[0] if layer is None else layer
+        x = torch.randn((tokens, model.hidden), generator=torch.Generator().manual_seed(seed))
+        console.print(f"{model.name} ({model.family}): layers {list(model.layers)}, hidden {model.hidden}")
+        for _ in range(repeat):
+            start = time.perf_counter()
+            y = client.forward(layer, x, timeout=timeout)
+            elapsed = (time.perf_counter() - start) * 1e3
+            console.print(
+                f"layer {layer}: {tuple(x.shape)} -> {tuple(y.shape)}, norm {y.float().norm():.6g}, {elapsed:.2f} ms"
+            )
+
+
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="Address that the service would listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that the service would listen on.")] = 50051,
+) -> None:
+    """Say what is installed, which backends are usable and why not, and what is wrong with this machine."""
+    from epserve.doctor import Verdict, examine
+
+    colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
+    table = Table("what", "", "detail", "remedy", box=None)
+    findings = examine(port, host)
+    for finding in findings:
+        verdict = f"[{colours[finding.verdict]}]{finding.verdict.value}[/]"
+        table.add_row(finding.what, verdict, finding.detail, finding.remedy)
+    Console().print(table)
+    problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    if problems:
+        print(f"{problems} problem{'s' if problems > 1 else ''} found")
+        raise typer.Exit(1)
+
+
+@app.command()
+def compat(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page of the docs instead of a table.")] = False,
+) -> None:
+    """Show which prepare/finalize goes with which experts, and the reason for each no."""
+    from epserve.compat import markdown as page
+    from epserve.compat import pairs
+
+    if markdown:
+        print(page())
+        return
+    table = Table("prepare/finalize", "experts", "", "why not", box=None)
+    for pair in pairs():
+        mark = "[green]usable[/]" if pair.usable else "[yellow]fits[/]" if pair.fits else "[red]no[/]"
+        table.add_row(pair.all2all, pair.experts, mark, "; ".join(pair.reasons + pair.missing))
+    Console().print(table)
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Expert-parallel ranks, one process each.")] = 4,
+    clients: Annotated[int, typer.Option(help="Clients that send at once.")] = 4,
+    all2all: Annotated[str, typer.Option(help="All-to-all backend; see `epserve compat`.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
+) -> None:
+    """Write two small checkpoints, serve them on this machine's CPU, and compare the answers with transformers."""
+    from epserve.demo import run
+
+    if not run(ranks=ranks, clients=clients, all2all=all2all, experts=experts):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: the user's own mistakes end in one message, without a traceback."""
+    try:
+        app()
+    except EpserveError as error:
+        Console(stderr=True).print(f"[red]error:[/] {error}", markup=True, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

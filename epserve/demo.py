@@ -1,0 +1,136 @@
+"""`epserve demo`: small checkpoints in the real format, served by CPU ranks, compared with transformers' own blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from epserve.client import AsyncClient
+from epserve.config import Config, parse_config
+from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.service import running
+
+FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
+SIZES: dict[str, Any] = dict(hidden=256, intermediate=128, num_experts=16, top_k=4, num_layers=3, seed=7)
+BATCHES = (1, 7, 64, 250)  # tokens; odd sizes too, since real batches have them
+TOLERANCE = 1e-5  # relative L2 error in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    layer: int
+    num_tokens: int
+    error: float
+    ms: float
+
+
+def run(
+    *, ranks: int, clients: int, all2all: str = "auto", experts: str = "auto", console: Console | None = None
+) -> bool:
+    """Serve and compare one checkpoint after the other; True when every answer agrees with transformers."""
+    console = console or Console()
+    logging.getLogger().setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    good = True
+    with tempfile.TemporaryDirectory(prefix="epserve-demo-") as folder, _progress(console) as progress:
+        for family, title in FAMILIES.items():
+            bar = progress.add_task(f"{title}: writing the checkpoint", total=clients * len(BATCHES) + 3)
+            path = Path(folder) / family
+            write_demo_checkpoint(family, path, dtype=torch.float32, **SIZES)
+            progress.update(bar, advance=1, description=f"{title}: starting {ranks} ranks")
+            config = parse_config(
+                {
+                    "model": {"path": str(path)},
+                    "engine": {"ranks": ranks, "device": "cpu", "all2all": all2all, "experts": experts},
+                    "server": {"port": 0},
+                }
+            )
+            answers, status = asyncio.run(_serve_and_ask(config, path, clients, progress, bar, title))
+            worst = max(answer.error for answer in answers)
+            good &= worst <= TOLERANCE
+            progress.update(bar, advance=1, description=f"{title}: done")
+            _report(console, title, answers, status, worst)
+    verdict = (
+        "[green]every answer agrees with transformers[/]"
+        if good
+        else f"[red]an answer is off by more than {TOLERANCE}[/]"
+    )
+    console.print(verdict)
+    return good
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+async def _serve_and_ask(config: Config, path: Path, clients: int, progress: Progress, bar, title: str):
+    async with running(config) as (engine, server):
+        progress.update(bar, advance=1, description=f"{title}: asking")
+        address = f"{config.server.host}:{server.port}"
+        batches = {layer: [_batch(layer, size, engine.info.hidden) for size in BATCHES] for layer in engine.info.layers}
+        wanted = {layer: [reference_block(path, layer)(x) for x in xs] for layer, xs in batches.items()}
+        every = await asyncio.gather(
+            *(_client(address, number, batches, wanted, lambda: progress.advance(bar)) for number in range(clients))
+        )
+        return [answer for answers in every for answer in answers], engine.status()
+
+
+def _batch(layer: int, num_tokens: int, hidden: int) -> torch.Tensor:
+    return torch.randn((num_tokens, hidden), generator=torch.Generator().manual_seed(100 * layer + num_tokens))
+
+
+async def _client(address: str, number: int, batches, wanted, advance) -> list[Answer]:
+    """One client: every batch size through a layer, all requests of all clients at once."""
+    layers = list(batches)
+    answers = []
+    async with AsyncClient(address) as client:
+        for index, num_tokens in enumerate(BATCHES):
+            layer = layers[(number + index) % len(layers)]
+            start = time.perf_counter()
+            y = await client.forward(layer, batches[layer][index], timeout=120)
+            ms = (time.perf_counter() - start) * 1e3
+            want = wanted[layer][index]
+            error = float((y.double() - want.double()).norm() / want.double().norm())
+            answers.append(Answer(layer=layer, num_tokens=num_tokens, error=error, ms=ms))
+            advance()
+    return answers
+
+
+def _report(console: Console, title: str, answers: list[Answer], status, worst: float) -> None:
+    table = Table(
+        "rank", "process", "device", "experts", "tokens", title=f"{title}: where the experts were", title_justify="left"
+    )
+    for rank in status.ranks:
+        table.add_row(str(rank.rank), str(rank.pid), rank.device, _ranges(rank.experts), str(rank.tokens_done))
+    console.print(table)
+    times = [answer.ms for answer in answers]
+    tokens = sum(answer.num_tokens for answer in answers)
+    console.print(
+        f"{len(answers)} requests with {tokens} tokens in {status.steps} steps;"
+        f" latency p50 {statistics.median(times):.1f} ms, max {max(times):.1f} ms"
+    )
+    console.print(f"{title}: max relative error {worst:.2e} (allowed {TOLERANCE:.0e})")
+
+
+def _ranges(ids) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"."""
+    parts: list[list[int]] = []
+    for value in sorted(ids):
+        if parts and value == parts[-1][1] + 1:
+            parts[-1][1] = value
+        else:
+            parts.append([value, value])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts) or "none"

@@ -23,7 +23,7 @@ from epserve.models.demo import reference_block, write_demo_checkpoint
 from epserve.service import running
 
 FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
-SIZES: dict[str, Any] = dict(hidden=256, intermediate=128, num_experts=16, top_k=4, num_layers=3, seed=7)
+SIZES: dict[str, Any] = {"hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 4, "num_layers": 3, "seed": 7}
 BATCHES = (1, 7, 64, 250)  # tokens; odd sizes too, since real batches have them
 TOLERANCE = 1e-5  # relative L2 error in float32
 

@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test check format proto clean
+.PHONY: env demo test check format generate clean
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml requirements/lock.txt
@@ -24,13 +24,15 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m epserve.serving.generate --check
+	$(BIN)/python docs/generate.py --check
 
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: env
+generate: env
 	$(BIN)/python -m epserve.serving.generate
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(_Section):
@@ -34,12 +34,19 @@ class EngineConfig(_Section):
     """What each rank runs."""
 
     ranks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Expert-parallel ranks: one process each, one GPU each on GPU hosts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch sees a GPU, else cpu."""
     all2all: str = "auto"
+    """Name of an all-to-all backend (`epserve compat` lists them), or auto."""
     experts: str = "auto"
+    """Name of an experts backend, or auto."""
     max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
+    """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"
+    """rank: partial sums of each rank are added, fewest bytes. slot: the same bits for any number of ranks."""
     dispatch_quantised: bool = True
+    """Send rows in fp8 where the checkpoint and the backend both allow it."""
     experts_per_rank: tuple[int, ...] = ()
     """Physical experts on each rank; empty: as even as it gets."""
 
@@ -50,10 +57,13 @@ class ClusterConfig(_Section):
     address: str = "local"
     """local: start a Ray of our own and stop it afterwards; auto or host:port: join a running cluster."""
     cpus_per_rank: Annotated[float, Field(ge=0)] = 0.1
+    """Ray CPUs reserved for each rank."""
     gpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
     """Used with device cuda only."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Strategy of the placement group: PACK onto few hosts or SPREAD over many; STRICT_ makes it a condition."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long all ranks together may take to load and to run their first step."""
 
 
 class SchedulerConfig(_Section):
@@ -75,18 +85,25 @@ class SchedulerConfig(_Section):
 
 class ServerConfig(_Section):
     host: str = "127.0.0.1"
+    """Address to listen on; loopback unless told otherwise."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """0: the system picks one; it is printed and in the ready file."""
     max_message_bytes: Annotated[int, Field(ge=1024)] = 256 * MIB
+    """Largest gRPC message, and largest framed request."""
     max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
+    """Longer requests get OUT_OF_RANGE."""
     max_concurrent_streams: Annotated[int, Field(ge=1)] = 1024
+    """For each client connection."""
     tls_cert: Path | None = None
+    """PEM file of the server certificate; set with tls_key to turn TLS on."""
     tls_key: Path | None = None
+    """PEM file of its private key."""
     tls_client_ca: Path | None = None
     """Set: clients must present a certificate that this authority signed."""
     tokens_file: Path | None = None
     """One bearer token a line; set: every call needs `authorization: Bearer TOKEN`."""
     reflection: bool = True
+    """Serve the gRPC reflection service, which lists methods and messages."""
     allow_insecure: bool = False
     """Needed to listen beyond loopback without TLS."""
 

@@ -39,6 +39,7 @@ class FusedMoEMethodBase(ABC):
     def __init__(self, spec: LayerSpec, backends: Backends):
         self.spec, self.backends = spec, backends
         self.kernel: FusedMoEModularKernel | None = None
+        self.manager: All2AllManager | None = None
 
     @classmethod
     @abstractmethod
@@ -60,7 +61,8 @@ class FusedMoEMethodBase(ABC):
                 continue
             candidates = self._experts_for(manager.prepare_finalize.capability)
             if candidates[0] is not None:
-                return manager(ranks).get_handle(self.spec, options)
+                self.manager = manager(ranks)
+                return self.manager.get_handle(self.spec, options)
             reasons += [f"{name} + {reason}" for reason in candidates[1]]
         raise Incompatible("no all-to-all backend can serve this layer:", tuple(reasons))
 

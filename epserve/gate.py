@@ -1,0 +1,139 @@
+"""The gate: hidden states to the top-k expert ids and weights of each token. Pure functions.
+
+Computes what the routers of Hugging Face transformers compute, in the same order of operations and the same dtypes, so
+that ids and weights agree bit for bit on the same device.
+
+Legend: M tokens, K hidden size, E logical experts, G groups of experts, t = top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from epserve.errors import ConfigError
+from epserve.modular_kernel import Routing
+
+SCORINGS = ("softmax", "sigmoid", "softmax_of_topk")
+GROUP_SCORES = ("max", "top2_sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSpec:
+    """How one model's gate computes, as data.
+
+    scoring: "softmax" or "sigmoid" over all experts and then top-k; "softmax_of_topk": top-k of the logits, then a softmax
+    over the chosen ones (gpt-oss).
+    num_groups, top_groups: experts are chosen only from the `top_groups` best of `num_groups` groups of consecutive
+    experts; a group's score is the maximum ("max") or the sum of the two best ("top2_sum") of its experts.
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    renormalise: bool = False
+    """Divide the chosen weights by their sum."""
+    renormalise_epsilon: float = 0.0
+    """Added to that sum; DeepSeek-V3 has 1e-20."""
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    correction_bias: bool = False
+    """A bias per expert is added for the choice only; the weights come from the plain scores (DeepSeek-V3)."""
+    routed_scaling_factor: float = 1.0
+    logits_float32: bool = False
+    """The router's matrix product in float32 (DeepSeek); otherwise in the dtype of the hidden states."""
+    round_weights: bool = False
+    """Round the weights to the dtype of the logits (Qwen, OLMoE); otherwise they stay float32 (Mixtral, DeepSeek)."""
+    sorted: bool = True
+    """Slots in descending order of score; False leaves torch.topk's own order."""
+
+    def __post_init__(self):
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"gate scoring {self.scoring!r} is not one of {', '.join(SCORINGS)}")
+        if self.group_score not in GROUP_SCORES:
+            raise ConfigError(f"gate group_score {self.group_score!r} is not one of {', '.join(GROUP_SCORES)}")
+        if self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(f"top_groups must lie in 1..num_groups ({self.num_groups}), got {self.top_groups}")
+        if self.scoring == "softmax_of_topk" and (self.num_groups > 1 or self.correction_bias):
+            raise ConfigError("gate scoring 'softmax_of_topk' has neither groups nor a correction bias")
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ConfigError where this gate cannot choose among `num_experts`."""
+        if self.top_k > num_experts:
+            raise ConfigError(f"top_k {self.top_k} is more than the {num_experts} experts")
+        if num_experts % self.num_groups:
+            raise ConfigError(f"{num_experts} experts do not divide into {self.num_groups} groups")
+        if self.top_groups * (num_experts // self.num_groups) < self.top_k:
+            raise ConfigError(
+                f"top_k {self.top_k} is more than the experts of {self.top_groups} groups of {num_experts // self.num_groups}"
+            )
+        if self.num_groups > 1 and self.group_score == "top2_sum" and num_experts < 2 * self.num_groups:
+            raise ConfigError(f"group_score 'top2_sum' needs two experts a group: {num_experts} in {self.num_groups}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateWeights:
+    """`weight_EK`: float32 where the spec says `logits_float32`, else the model's dtype; `bias_E` likewise.
+
+    `correction_bias_E`: float32, there exactly when `GateSpec.correction_bias`.
+    """
+
+    weight_EK: torch.Tensor
+    bias_E: torch.Tensor | None = None
+    correction_bias_E: torch.Tensor | None = None
+
+
+def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
+    """Logical expert ids and weights of each token; `(0, K)` gives `(0, t)`."""
+    if spec.logits_float32:
+        logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
+    else:
+        logits_ME = F.linear(x_MK, weights.weight_EK, weights.bias_E)
+    return route_logits(logits_ME, weights.correction_bias_E, spec)
+
+
+def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
+    """The part of `route` after the matrix product."""
+    assert (correction_bias_E is not None) == spec.correction_bias
+    if spec.scoring == "softmax_of_topk":
+        chosen_Mt, ids_Mt = torch.topk(logits_ME, spec.top_k, dim=-1, sorted=spec.sorted)
+        weights_Mt = torch.softmax(chosen_Mt, dim=-1)
+    else:
+        scores_ME = _scores(logits_ME, spec.scoring)
+        choice_ME = scores_ME if correction_bias_E is None else scores_ME + correction_bias_E
+        if spec.num_groups > 1:
+            choice_ME = _limit_to_groups(choice_ME, spec)
+        ids_Mt = torch.topk(choice_ME, spec.top_k, dim=-1, sorted=spec.sorted).indices
+        weights_Mt = scores_ME.gather(1, ids_Mt)
+    if spec.renormalise:
+        weights_Mt = weights_Mt / (weights_Mt.sum(dim=-1, keepdim=True) + spec.renormalise_epsilon)
+    if spec.routed_scaling_factor != 1.0:
+        weights_Mt = weights_Mt * spec.routed_scaling_factor
+    if spec.round_weights:
+        weights_Mt = weights_Mt.to(logits_ME.dtype)
+    return Routing(ids_Mt=ids_Mt.int(), weights_Mt=weights_Mt.float())
+
+
+def _scores(logits_ME: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits_ME, dim=-1, dtype=torch.float32)
+    return logits_ME.float().sigmoid()
+
+
+def _limit_to_groups(choice_ME: torch.Tensor, spec: GateSpec) -> torch.Tensor:
+    choice_MGe = choice_ME.unflatten(1, (spec.num_groups, -1))
+    if spec.group_score == "top2_sum":
+        group_MG = choice_MGe.topk(2, dim=-1).values.sum(dim=-1)
+    else:
+        group_MG = choice_MGe.amax(dim=-1)
+    best = torch.topk(group_MG, spec.top_groups, dim=-1, sorted=False).indices
+    excluded_MG = torch.ones_like(group_MG, dtype=torch.bool).scatter_(1, best, False)
+    return choice_MGe.masked_fill(excluded_MG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _float(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.float()

@@ -1,0 +1,171 @@
+"""Where experts live: logical expert -> physical slots on ranks, replicas, and the policy that balances load.
+
+A placement is frozen and versioned; all functions here are pure. Legend: M tokens, t = top-k, E logical experts,
+P physical experts of all ranks, L most replicas of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from epserve.errors import ConfigError
+from epserve.modular_kernel import ExpertLayout, Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Physical slot p holds a copy of logical expert `physical_to_logical[p]`; every expert has at least one slot.
+
+    `layout`: which slots lie on which rank. `version` rises with each rebalance, so that ranks can tell that they agree.
+    """
+
+    version: int = 0
+    num_logical: int
+    layout: ExpertLayout
+    physical_to_logical: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    """Of each logical expert: its physical slots, ascending."""
+    _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self):
+        if len(self.physical_to_logical) != self.layout.num_experts:
+            raise ConfigError(
+                f"{len(self.physical_to_logical)} physical experts are placed, the ranks hold"
+                f" {self.layout.num_experts} ({self.layout.counts}); make experts_per_rank add up to the first number"
+            )
+        slots: list[list[int]] = [[] for _ in range(self.num_logical)]
+        for physical, logical in enumerate(self.physical_to_logical):
+            if not 0 <= logical < self.num_logical:
+                raise ConfigError(f"slot {physical} holds expert {logical}, outside 0..{self.num_logical - 1}")
+            slots[logical].append(physical)
+        homeless = [logical for logical, found in enumerate(slots) if not found]
+        if homeless:
+            raise ConfigError(f"experts without a slot: {homeless}")
+        object.__setattr__(self, "replicas", tuple(map(tuple, slots)))
+
+    @classmethod
+    def identity(cls, num_experts: int, ranks: int | Sequence[int]) -> Placement:
+        """One copy of each expert, in order. `ranks`: how many (as even as it gets), or how many experts on each."""
+        layout = ExpertLayout.even(num_experts, ranks) if isinstance(ranks, int) else ExpertLayout(counts=tuple(ranks))
+        if layout.num_experts != num_experts:
+            raise ConfigError(
+                f"experts_per_rank {layout.counts} holds {layout.num_experts} experts, the model has {num_experts};"
+                f" make it add up to {num_experts} or leave it empty"
+            )
+        return cls(num_logical=num_experts, layout=layout, physical_to_logical=tuple(range(num_experts)))
+
+    @property
+    def is_identity(self) -> bool:
+        return self.physical_to_logical == tuple(range(self.num_logical))
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """Logical ids of the experts that `rank` holds, in slot order: what a checkpoint loads for it."""
+        return self.physical_to_logical[self.layout.offsets[rank] : self.layout.offsets[rank + 1]]
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device."""
+        if device not in self._tables:
+            most = max(map(len, self.replicas))
+            padded = [list(slots) + [-1] * (most - len(slots)) for slots in self.replicas]
+            self._tables[device] = (
+                torch.tensor(padded, dtype=torch.int32, device=device),
+                torch.tensor([len(slots) for slots in self.replicas], dtype=torch.int64, device=device),
+            )
+        return self._tables[device]
+
+
+def to_physical(routing: Routing, placement: Placement, *, token_offset: int = 0) -> Routing:
+    """Logical ids to physical ids; -1 stays -1, weights stay as they are.
+
+    Token number `token_offset + row` takes replica number `token % replicas` of each of its experts: the choice depends
+    only on the token's place in the batch, so a replay chooses the same, and equal ids in one row stay equal.
+    Ids must lie in -1 .. E-1 (see `check_routing`).
+    """
+    if placement.is_identity:
+        return routing
+    ids_Mt = routing.ids_Mt.long()
+    slots_EL, counts_E = placement.tables(ids_Mt.device)
+    known_Mt = ids_Mt.clamp(min=0)  # -1 looks up expert 0 and is masked again below
+    token_M1 = torch.arange(token_offset, token_offset + ids_Mt.shape[0], device=ids_Mt.device).unsqueeze(1)
+    physical_Mt = slots_EL[known_Mt, token_M1 % counts_E[known_Mt]]
+    return Routing(ids_Mt=physical_Mt.masked_fill_(ids_Mt < 0, -1), weights_Mt=routing.weights_Mt)
+
+
+# The policy. DeepSeek's published expert-parallel load balancer, for one layer at a time: groups of experts go to nodes,
+# then experts are replicated within a node by load, then replicas are packed onto the node's ranks.
+
+
+def balanced_packing(loads: Sequence[float], num_packs: int) -> list[list[int]]:
+    """Items 0 .. n-1 into `num_packs` packs of n / num_packs items each: the heaviest first, to the lightest pack with room."""
+    if len(loads) % num_packs:
+        raise ConfigError(f"{len(loads)} items do not divide into {num_packs} packs")
+    room = len(loads) // num_packs
+    if room == 1:
+        return [[item] for item in range(num_packs)]
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    totals = [0.0] * num_packs
+    for item in sorted(range(len(loads)), key=lambda item: -loads[item]):
+        pack = min((p for p in range(num_packs) if len(packs[p]) < room), key=lambda p: totals[p])
+        packs[pack].append(item)
+        totals[pack] += loads[item]
+    return packs
+
+
+def replicate_experts(loads: Sequence[float], num_replicas: int) -> tuple[list[int], list[int]]:
+    """Which expert each of `num_replicas` replicas copies, and how many copies each expert has.
+
+    The first replicas are one of each; every further one goes to the expert with the highest load per copy.
+    """
+    if num_replicas < len(loads):
+        raise ConfigError(f"{num_replicas} replicas are fewer than the {len(loads)} experts")
+    experts, copies = list(range(len(loads))), [1] * len(loads)
+    for _ in range(num_replicas - len(loads)):
+        hottest = max(range(len(loads)), key=lambda expert: loads[expert] / copies[expert])
+        experts.append(hottest)
+        copies[hottest] += 1
+    return experts, copies
+
+
+def rebalance_hierarchical(
+    loads: Sequence[float], num_replicas: int, *, num_groups: int = 1, num_nodes: int = 1, num_ranks: int
+) -> tuple[int, ...]:
+    """`physical_to_logical` of `num_replicas` slots, equally many on each rank, nodes holding consecutive ranks.
+
+    Experts of one group stay on one node. Where groups do not divide over nodes, the whole machine counts as one node.
+    """
+    if num_groups % num_nodes:
+        num_groups, num_nodes = 1, 1
+    for name, number, parts in (
+        ("experts", len(loads), num_groups),
+        ("replicas", num_replicas, num_ranks),
+        ("ranks", num_ranks, num_nodes),
+    ):
+        if number % parts:
+            raise ConfigError(f"{number} {name} do not divide by {parts}")
+    group_size = len(loads) // num_groups
+    groups = [range(start, start + group_size) for start in range(0, len(loads), group_size)]
+    slots: list[int] = []
+    for node_groups in balanced_packing([sum(loads[e] for e in group) for group in groups], num_nodes):
+        experts = [expert for group in node_groups for expert in groups[group]]
+        replicas, copies = replicate_experts([loads[e] for e in experts], num_replicas // num_nodes)
+        shares = [loads[experts[replica]] / copies[replica] for replica in replicas]
+        for rank in balanced_packing(shares, num_ranks // num_nodes):
+            slots += [experts[replicas[item]] for item in rank]
+    return tuple(slots)
+
+
+def rebalance(
+    current: Placement, loads: Sequence[float], *, num_replicas: int, num_groups: int = 1, num_nodes: int = 1
+) -> Placement:
+    """The next placement for the measured `loads` (tokens per logical expert), on the same ranks."""
+    ranks = current.layout.num_ranks
+    slots = rebalance_hierarchical(loads, num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_ranks=ranks)
+    return Placement(
+        version=current.version + 1,
+        num_logical=current.num_logical,
+        layout=ExpertLayout.even(num_replicas, ranks),
+        physical_to_logical=slots,
+    )

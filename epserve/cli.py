@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from epserve import __version__
@@ -156,7 +157,7 @@ def main() -> None:
     try:
         app()
     except EpserveError as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}", markup=True, highlight=False)
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

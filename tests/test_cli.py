@@ -1,0 +1,113 @@
+"""The command line: it teaches, and the user's own mistakes end in one message without a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from epserve.config import load_config, parse_config
+from epserve.errors import ConfigError
+
+
+def epserve(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "epserve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_help_names_every_command():
+    shown = epserve("--help").stdout
+    for command in ("serve", "call", "doctor", "compat", "demo", "cluster", "plan"):
+        assert command in shown
+
+
+def test_import_is_light():
+    code = "import epserve, sys; print([m for m in ('torch', 'ray', 'grpc', 'triton') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_doctor_lists_backends_and_a_busy_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = epserve("doctor", "--port", str(port))
+    assert result.returncode == 1
+    assert "all-to-all local" in result.stdout
+    assert "experts loop" in result.stdout
+    assert f"port {port}" in result.stdout
+    assert "problem" in result.stdout
+    assert epserve("doctor", "--port", "0").returncode == 0
+
+
+def test_compat_gives_a_reason_for_each_no():
+    page = epserve("compat", "--markdown").stdout
+    assert "| `local` |" in page
+    assert "prepare delivers BatchedExperts, the experts take Standard" in page
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("modle: {path: x}", "did you mean 'model'"),
+        ("model: {path: x}\nserver: {prot: 1}", "did you mean 'port'"),
+        ("model: {path: x}\nengine: {ranks: 0}", "engine.ranks"),
+        ("model: {path: x}\nserver: {host: 0.0.0.0}", "tls_cert"),
+        ("[1, 2]", "must hold a mapping"),
+        ("model: {path: [", "cannot be read"),
+        ("model: {path: /nowhere/at/all}", "/nowhere/at/all"),
+    ],
+    ids=[
+        "unknown section",
+        "unknown key",
+        "out of range",
+        "open without TLS",
+        "not a mapping",
+        "not YAML",
+        "no checkpoint",
+    ],
+)
+def test_a_wrong_configuration_is_one_message(tmp_path, content, expected):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    result = epserve("serve", str(path))
+    assert result.returncode == 2
+    assert expected in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_serve_without_a_file_is_one_message(tmp_path):
+    result = epserve("serve", str(tmp_path / "none.yaml"))
+    assert result.returncode == 2
+    assert "does not exist" in " ".join(result.stderr.split())
+
+
+def test_call_without_a_service_is_one_message():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = epserve("call", f"127.0.0.1:{port}", "--timeout", "2")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert f"127.0.0.1:{port}" in " ".join(result.stderr.split())
+
+
+def test_overrides_reach_nested_keys(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "x"}}))
+    config = load_config(path, {"server.port": 0, "engine.ranks": 3})
+    assert (config.server.port, config.engine.ranks) == (0, 3)
+
+
+def test_configuration_is_frozen():
+    config = parse_config({"model": {"path": "x"}})
+    with pytest.raises(Exception, match="frozen"):
+        config.server.port = 1
+    with pytest.raises(ConfigError, match="tls_cert and tls_key"):
+        parse_config({"model": {"path": "x"}, "server": {"tls_cert": "a.pem"}})
+    assert json.loads(config.model_dump_json())["server"]["host"] == "127.0.0.1"

@@ -9,7 +9,8 @@
     ├── OperatorError                      the set-up is wrong; raised before anything is served
     │   ├── ConfigError                    FAILED_PRECONDITION unknown key, impossible combination, missing package
     │   ├── CheckpointError                FAILED_PRECONDITION missing, surplus, misshapen or truncated tensors
-    │   └── Incompatible                   FAILED_PRECONDITION two parts that do not fit, with every reason
+    │   ├── Incompatible                   FAILED_PRECONDITION two parts that do not fit, with every reason
+    │   └── ClusterError                   FAILED_PRECONDITION a node that cannot be reached, joined or used, and why
     ├── ServiceError                       ours; `retryable` says whether the same request may succeed later
     │   ├── Overloaded                     RESOURCE_EXHAUSTED  retryable: the queue is full
     │   ├── RankFailed                     UNAVAILABLE         retryable: a rank died or hung; it is being replaced
@@ -75,6 +76,10 @@ class Incompatible(OperatorError):
     def __init__(self, message: str, reasons: tuple[str, ...] = ()):
         super().__init__(message + "".join(f"\n  - {reason}" for reason in reasons))
         self.reasons = reasons
+
+
+class ClusterError(OperatorError):
+    """`epserve cluster`: nodes that cannot be reached, do not join or do not suffice; the message says which and why."""
 
 
 class ServiceError(EpserveError):

@@ -12,4 +12,25 @@ def _local():
     return LocalAll2AllManager
 
 
+def _allgather_reducescatter():
+    from .allgather_reducescatter import AllGatherReduceScatterManager
+
+    return AllGatherReduceScatterManager
+
+
+def _all_to_all():
+    from .all_to_all import AllToAllManager
+
+    return AllToAllManager
+
+
+def _all_to_all_batched():
+    from .all_to_all_batched import AllToAllBatchedManager
+
+    return AllToAllBatchedManager
+
+
 REGISTRY.register("local", "one rank, nothing to send", _local)
+REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that needs it", _all_to_all)
+REGISTRY.register("all_to_all_batched", "torch.distributed: a row to each expert, fixed blocks", _all_to_all_batched)
+REGISTRY.register("allgather_reducescatter", "torch.distributed: every row to every rank", _allgather_reducescatter)

@@ -102,6 +102,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def has_prepare_no_receive(self) -> bool:
         return self.capability.async_receive
 
+    def why_not_reduce(self, reduce: TopKWeightAndReduce) -> str | None:
+        """Why finalize cannot do what these experts leave to it; None: it can. Asked once, when a kernel is made."""
+        return None
+
     @abstractmethod
     def prepare(
         self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from epserve.errors import InvalidRequest
+from epserve.errors import Incompatible, InvalidRequest
 
 from . import capability
 from .contracts import FusedMoEExpertsModular, FusedMoEPrepareAndFinalizeModular, Prepared
@@ -32,6 +32,9 @@ class FusedMoEModularKernel:
         pf, experts = prepare_finalize, fused_experts
         names = type(pf).__name__, type(experts).__name__
         capability.check(names, pf.capability, experts.capability, pf.spec)
+        unfit = pf.why_not_reduce(experts.finalize_weight_and_reduce_impl())
+        if unfit:
+            raise Incompatible(f"{names[0]} cannot finish what {names[1]} leaves to it:", (unfit,))
         self.prepare_finalize, self.fused_experts = pf, experts
         self.workspaces = workspaces or Workspaces(pf.ranks.device)
         self.top_k, self.quant = pf.spec.shape.top_k, pf.spec.quant

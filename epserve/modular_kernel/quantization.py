@@ -52,3 +52,22 @@ class QuantConfig:
 
 
 UNQUANTIZED = QuantConfig()
+
+
+def quantise_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(..., K)` floats -> e4m3 `(..., K)` and float32 scales `(..., K/128)`, one for each 1x128 block of a row.
+
+    The scale is amax/448 (amax at least 1e-10, so that a block of zeros has a finite one). Each block is scaled by its
+    own largest value only: neighbours, however large, change nothing. Raises ConfigError when K has a partial block.
+    """
+    if x.shape[-1] % BLOCK:
+        raise ConfigError(f"hidden size {x.shape[-1]} is not a multiple of {BLOCK}: it has no whole fp8 blocks")
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1).clamp(min=1e-10) / FP8_MAX
+    scaled = (blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX)  # e4m3 has no infinity: a rounded 448.0001 is NaN
+    return scaled.flatten(-2).to(FP8), scales
+
+
+def dequantise_blocks(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of `quantise_blocks`, in float32."""
+    return (x.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)

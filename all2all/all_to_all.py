@@ -1,0 +1,73 @@
+"""All-to-all in Standard format: a row goes once to each rank that holds one of its experts, whatever their number."""
+
+from __future__ import annotations
+
+import torch
+
+from epserve.modular_kernel import (
+    All2AllManager,
+    DispatchHandle,
+    FusedMoEActivationFormat,
+    Prepared,
+    PrepareFinalizeCapability,
+    Receiver,
+    Routing,
+)
+
+from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, unpack
+
+
+class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
+    """Two collectives of uneven splits a dispatch: the rows; and their local slots, weights and scales beside them.
+
+    The splits depend on the ids, so their sizes are exchanged first, even where `tokens_per_rank` is known; the host
+    waits for that. Partial sums come home in the model's dtype and are added in float32 in rank order, so they are
+    rounded once a rank; `combine_order="slot"` rounds once a slot instead, whatever the number of ranks.
+    """
+
+    capability = PrepareFinalizeCapability(
+        activation_format=FusedMoEActivationFormat.Standard,
+        quant_dispatch=frozenset({"fp8_block"}),
+        async_receive=True,
+    )
+
+    def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
+        rows, quantised = self.rows_for_wire(x_MK, quant), self.sends_quantised(quant)
+        owner_Mt = self.owner(routing.ids_Mt)
+        ranks = torch.arange(self.ranks.world_size, device=owner_Mt.device)
+        goes_RM = (owner_Mt[None] == ranks[:, None, None]).any(-1)
+        sends, receives = self.wire.swap_counts(goes_RM.sum(1), phase="dispatch sizes")
+
+        dest_S, tokens_S = goes_RM.nonzero(as_tuple=True)
+        slots_St = owner_Mt[tokens_S] == dest_S[:, None]
+        ids_St = torch.where(slots_St, routing.ids_Mt[tokens_S] - self.starts_R[dest_S][:, None], -1)
+        beside = [ids_St.int(), routing.weights_Mt[tokens_S].view(torch.int32)]
+        if rows.scales is not None:
+            beside.append(rows.scales[tokens_S].view(torch.int32))
+        parts = [rows.x[tokens_S], torch.cat(beside, dim=1)]
+        transfer = self.wire.exchange(parts, sends, receives, phase="dispatch")
+        top_k = routing.ids_Mt.shape[1]
+
+        def finish() -> Prepared:
+            x, beside = transfer.wait()
+            ids, weights, scales = beside.tensor_split((top_k, 2 * top_k), dim=1)
+            weights = weights.contiguous().view(torch.float32)
+            local = Routing(ids_Mt=ids.contiguous(), weights_Mt=weights)
+            journey = Journey(
+                home=routing, local=local, tokens_S=tokens_S, slots_St=slots_St, sends=sends, receives=receives
+            )
+            return Prepared(
+                x=unpack(x, quantised),
+                scales=scales.contiguous().view(torch.float32) if quantised else None,
+                routing=local,
+                handle=DispatchHandle(self.book, journey),
+            )
+
+        return Receiver(self.book, finish)
+
+    def finalize_no_wait(self, handle, y, *, reduce, out_MK):
+        return self.combine(handle.take(self.book), y, reduce, out_MK)
+
+
+class AllToAllManager(All2AllManager):
+    prepare_finalize = AllToAllPrepareAndFinalize

@@ -1,0 +1,75 @@
+"""Experts by torch's grouped matrix product: the slots of local experts, sorted by expert, one product a projection.
+
+Legend of suffixes: M rows, t top-k, K hidden size, N intermediate size, S slots whose expert is on this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from epserve.modular_kernel import (
+    ExpertsCapability,
+    ExpertWeights,
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    Routing,
+    TopKWeightAndReduceNoOP,
+    WorkspaceShapes,
+)
+
+from .activation import activate
+
+
+class GroupedMMExperts(FusedMoEExpertsModular):
+    """Standard format; weights and reduces itself, in slot order and float32, without atomics.
+
+    Slots of other ranks get no row: the host reads how many are left, once a call. Every row stride must be a multiple
+    of 16 bytes (torch's condition), 8 columns of the 16-bit dtypes; float32 would do with 4.
+    """
+
+    capability = ExpertsCapability(
+        activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
+        devices=frozenset({"cpu", "cuda"}),
+        hidden_multiple_of=8,
+        intermediate_multiple_of=8,
+    )
+
+    def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
+        shape, dtype = self.spec.shape, self.spec.shape.dtype
+        output = (num_rows, shape.hidden)
+        return WorkspaceShapes(workspace13=(0,), workspace2=(0,), output=output, dtype=dtype, output_dtype=dtype)
+
+    def finalize_weight_and_reduce_impl(self):
+        return TopKWeightAndReduceNoOP()
+
+    def apply(self, output, prepared, *, weights, workspace):
+        ids_Mt = prepared.routing.ids_Mt
+        token, slot = (ids_Mt >= 0).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            return output.zero_()
+        expert_S, order = ids_Mt[token, slot].sort(stable=True)
+        token, slot = token[order], slot[order]
+        row_Mt = torch.zeros(ids_Mt.shape, dtype=torch.int64, device=ids_Mt.device)
+        row_Mt[token, slot] = torch.arange(token.shape[0], device=ids_Mt.device)
+        y_SK = _mlp(prepared.x[token], expert_S.long(), weights)
+        return output.copy_(_sum_slots(y_SK, row_Mt, prepared.routing))
+
+
+def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    bounds = torch.arange(1, weights.num_experts + 1, device=x_SK.device)
+    ends_e = torch.searchsorted(expert_S, bounds).int()
+    h = F.grouped_mm(x_SK, weights.w13_eNK.transpose(1, 2), offs=ends_e)
+    if weights.b13 is not None:
+        h = h + weights.b13[expert_S]
+    y_SK = F.grouped_mm(activate(h, weights.activation), weights.w2_eKN.transpose(1, 2), offs=ends_e)
+    return y_SK if weights.b2 is None else y_SK + weights.b2[expert_S]
+
+
+def _sum_slots(y_SK: torch.Tensor, row_Mt: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """`weighted_sum` without the `(M, t, K)` rows in memory: one column of slots at a time."""
+    total = torch.zeros((row_Mt.shape[0], y_SK.shape[1]), dtype=torch.float32, device=y_SK.device)
+    for slot in range(row_Mt.shape[1]):
+        term = y_SK[row_Mt[:, slot]].float() * routing.weights_Mt[:, slot, None]
+        total += torch.where((routing.ids_Mt[:, slot] >= 0)[:, None], term, 0.0)
+    return total

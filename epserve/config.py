@@ -93,6 +93,10 @@ class ServerConfig(_Section):
     max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
     """Longer requests get OUT_OF_RANGE."""
     max_concurrent_streams: Annotated[int, Field(ge=1)] = 1024
+    max_in_flight_per_stream: Annotated[int, Field(ge=1)] = 64
+    """Calls of one ForwardStream that run at once; then nothing more is read from that client."""
+    max_buffered_bytes: Annotated[int, Field(ge=1024)] = 1024 * MIB
+    """Bytes of all requests that are here at once; above it callers get RESOURCE_EXHAUSTED."""
     """For each client connection."""
     tls_cert: Path | None = None
     """PEM file of the server certificate; set with tls_key to turn TLS on."""

@@ -1,0 +1,141 @@
+"""One request from checked header to reply: what Forward and ForwardStream share."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from epserve.config import ServerConfig
+from epserve.errors import DeadlineExceeded, EpserveError, NotReady, Overloaded
+from epserve.runtime.engine import Batch, Engine
+from epserve.serving import codec, wire
+from epserve.serving import epserve_pb2 as pb
+
+log = logging.getLogger("epserve.serving")
+
+THREAD_BYTES = 1 << 20
+"""From this size on checks and conversions leave the event loop (they take about 1 ms per 10 MB)."""
+
+
+class Calls:
+    """Runs calls on the engine; counts those in flight and the bytes that they hold."""
+
+    def __init__(self, engine: Engine, limits: ServerConfig, default_deadline_s: float):
+        self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
+        self.door = codec.Door(engine.info, limits)
+        self.in_flight = 0
+        self.buffered_bytes = 0
+        self.draining = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._prefix = os.urandom(4).hex()
+        self._numbers = itertools.count(1)
+
+    def request_id(self, wanted: str) -> str:
+        """The caller's, checked, or one of our own."""
+        return codec.checked_request_id(wanted) if wanted else f"{self._prefix}-{next(self._numbers)}"
+
+    def deadline(self, *remaining_s: float | None) -> float:
+        """On the clock of time.monotonic: the soonest that is given, else the default. Raises DeadlineExceeded if past."""
+        given = [value for value in remaining_s if value is not None]
+        remaining = min(given, default=self.default_deadline_s)
+        if remaining <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        return time.monotonic() + remaining
+
+    def check(self, request: pb.ForwardRequest, request_id: str) -> codec.CheckedRequest:
+        """Header checks; raises NotReady while draining."""
+        if self.draining.is_set():
+            raise NotReady("the server is stopping; send the request to another one, or again later")
+        return self.door.check(request, request_id)
+
+    @contextmanager
+    def admitted(self, checked: codec.CheckedRequest) -> Iterator[None]:
+        """Holds the request's bytes against the server's memory limit. Raises Overloaded."""
+        limit, wanted = self.limits.max_buffered_bytes, checked.nbytes
+        if self.buffered_bytes and self.buffered_bytes + wanted > limit:
+            raise Overloaded(
+                f"request of {wanted} bytes: {self.buffered_bytes} bytes of other requests are here, at most {limit} are"
+                " held at once (server.max_buffered_bytes); try again later"
+            )
+        self.buffered_bytes += wanted
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.buffered_bytes -= wanted
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def run(
+        self, checked: codec.CheckedRequest, buffers: Mapping[int, bytes | bytearray], deadline: float, client: str
+    ) -> tuple[wire.WireTensor, pb.ForwardReply]:
+        """The result and a reply that still lacks it. Raises EpserveError, or whatever a defect raises."""
+        started = time.perf_counter()
+        status = "CANCELLED"
+        try:
+            async with asyncio.timeout_at(deadline):
+                decoded = await _maybe_in_thread(checked.nbytes, self.door.decode, checked, buffers)
+                decoded_at = time.perf_counter()
+                if checked.tokens:
+                    batch = Batch(
+                        layer=checked.layer,
+                        hidden=decoded.hidden,
+                        ids=decoded.ids,
+                        weights=decoded.weights,
+                        deadline=deadline,
+                        request_id=checked.request_id,
+                        client=client,
+                    )
+                    out = await self.engine.forward(batch)
+                else:
+                    out = decoded.hidden  # no rows: nothing to ask of the ranks
+                computed_at = time.perf_counter()
+                tensor = await _maybe_in_thread(out.nbytes, codec.encode_reply, out, checked)
+            engine_s = computed_at - decoded_at
+            timings = pb.Timings(
+                codec_us=round((time.perf_counter() - started - engine_s) * 1e6), engine_us=round(engine_s * 1e6)
+            )
+            status = "OK"
+            return tensor, pb.ForwardReply(request_id=checked.request_id, timings=timings)
+        except TimeoutError as error:
+            status = "DEADLINE_EXCEEDED"
+            raise DeadlineExceeded(
+                f"request {checked.request_id}: no result after {time.perf_counter() - started:.3f} s; allow more time or"
+                " see GetStatus for the queue"
+            ) from error
+        except EpserveError as error:
+            status = error.grpc_status
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            self._log(checked, status, (time.perf_counter() - started) * 1e3, client)
+
+    def _log(self, checked: codec.CheckedRequest, status: str, ms: float, client: str) -> None:
+        level = logging.DEBUG if status in ("OK", "CANCELLED") else logging.INFO
+        text = "request=%s layer=%d tokens=%d status=%s ms=%.2f client=%s"
+        log.log(level, text, checked.request_id, checked.layer, checked.tokens, status, ms, client)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new calls, wait for those accepted; False when some are still running after `timeout_s`."""
+        self.draining.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return self._idle.is_set()
+
+
+async def _maybe_in_thread(nbytes: int, function: Any, *args: Any) -> Any:
+    return await asyncio.to_thread(function, *args) if nbytes >= THREAD_BYTES else function(*args)

@@ -1,0 +1,186 @@
+"""The door: every check of a request, and bytes to tensors and back.
+
+`Door.check` sees headers only and costs microseconds, so that nothing is allocated for a request that cannot be served;
+`Door.decode` looks at values. Both raise CallerError whose message names the field, both numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epserve.config import ServerConfig
+from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
+from epserve.modular_kernel import check_routing
+from epserve.serving import epserve_pb2 as pb
+from epserve.serving import wire
+
+HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32)
+ID_DTYPES = (pb.INT8, pb.INT16, pb.INT32, pb.INT64, pb.UINT8, pb.UINT16, pb.UINT32)
+WEIGHT_DTYPES = (pb.FP32, pb.FP16, pb.BF16)
+MAX_ID_CHARS = 128
+_ID_CHARS = frozenset(string.ascii_letters + string.digits + string.punctuation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A header that passed. `sizes`: field -> bytes that must come."""
+
+    request_id: str
+    layer: int
+    tokens: int
+    headers: Mapping[int, pb.Tensor]
+    sizes: Mapping[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedRequest:
+    """`hidden` (M, K) of the model's dtype; `ids` int32 and `weights` float32 (M, top_k), or None for the layer's gate."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+class Door:
+    """`info`: the served model's sizes (epserve.models.ModelInfo); `limits`: the server's configuration."""
+
+    def __init__(self, info: Any, limits: ServerConfig):
+        self.info, self.limits = info, limits
+        self._layers = frozenset(info.layers)
+
+    def check(self, request: pb.ForwardRequest, request_id: str) -> CheckedRequest:
+        if request.layer not in self._layers:
+            served = _ranges(self.info.layers)
+            raise UnknownLayer(
+                f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})"
+            )
+        if not request.HasField("hidden_states"):
+            raise InvalidRequest("hidden_states: missing; send (tokens, hidden) activations", field="hidden_states")
+        headers = wire.declared(request)
+        tokens = self._check_hidden(headers[pb.HIDDEN_STATES])
+        if (pb.TOPK_IDS in headers) != (pb.TOPK_WEIGHTS in headers):
+            there, missing = ("topk_ids", "topk_weights") if pb.TOPK_IDS in headers else ("topk_weights", "topk_ids")
+            text = f"{missing}: missing while {there} came; send both, or neither to let the layer's gate choose"
+            raise InvalidRequest(text, field=missing)
+        if pb.TOPK_IDS in headers:
+            self._check_routing_headers(headers, tokens)
+        sizes = {which: wire.num_bytes(tensor) for which, tensor in headers.items()}
+        checked = CheckedRequest(
+            request_id=request_id, layer=request.layer, tokens=tokens, headers=headers, sizes=sizes
+        )
+        limit = self.limits.max_message_bytes
+        if checked.nbytes > limit:
+            raise TooLarge(
+                f"request: {tokens} tokens make {checked.nbytes} bytes, at most {limit} are allowed"
+                " (server.max_message_bytes); send fewer tokens a request"
+            )
+        return checked
+
+    def _check_hidden(self, tensor: pb.Tensor) -> int:
+        name = "hidden_states"
+        _check_dtype(name, tensor, HIDDEN_DTYPES)
+        tokens, hidden = _two_dims(name, tensor, "(tokens, hidden)")
+        if hidden != self.info.hidden:
+            text = f"{name}: hidden size {hidden}, but {self.info.name} has {self.info.hidden}"
+            raise InvalidRequest(text, field=name)
+        limit = self.limits.max_tokens_per_request
+        if tokens > limit:
+            raise TooLarge(
+                f"{name}: {tokens} tokens, at most {limit} are allowed (server.max_tokens_per_request);"
+                " split them over several requests"
+            )
+        return tokens
+
+    def _check_routing_headers(self, headers: Mapping[int, pb.Tensor], tokens: int) -> None:
+        _check_dtype("topk_ids", headers[pb.TOPK_IDS], ID_DTYPES)
+        _check_dtype("topk_weights", headers[pb.TOPK_WEIGHTS], WEIGHT_DTYPES)
+        for which in (pb.TOPK_IDS, pb.TOPK_WEIGHTS):
+            name = wire.FIELDS[which]
+            rows, width = _two_dims(name, headers[which], "(tokens, top_k)")
+            if rows != tokens:
+                raise InvalidRequest(f"{name}: {rows} rows, but hidden_states has {tokens} tokens", field=name)
+            if not 1 <= width <= self.info.top_k:
+                text = f"{name}: {width} experts a token, {self.info.name} allows 1 to {self.info.top_k}"
+                raise InvalidRequest(text, field=name)
+        ids, weights = tuple(headers[pb.TOPK_IDS].shape), tuple(headers[pb.TOPK_WEIGHTS].shape)
+        if ids != weights:
+            text = f"topk_weights: shape {weights} differs from the shape {ids} of topk_ids"
+            raise InvalidRequest(text, field="topk_weights")
+
+    def decode(self, checked: CheckedRequest, buffers: Mapping[int, bytes | bytearray]) -> DecodedRequest:
+        """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range."""
+        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES).to(self.info.dtype)
+        if not _all_finite(hidden):
+            name = str(self.info.dtype).removeprefix("torch.")
+            text = f"hidden_states: holds NaN or infinite values (as {name}, the model's dtype); send finite ones"
+            raise InvalidRequest(text, field="hidden_states")
+        if pb.TOPK_IDS not in checked.headers:
+            return DecodedRequest(hidden=hidden, ids=None, weights=None)
+        ids = self._tensor(checked, buffers, pb.TOPK_IDS)
+        weights = self._tensor(checked, buffers, pb.TOPK_WEIGHTS)
+        routing = check_routing(ids, weights, num_tokens=checked.tokens, num_experts=self.info.num_experts)
+        missing = self.info.top_k - ids.shape[1]  # one width for all, so that requests can be joined into one step
+        return DecodedRequest(
+            hidden=hidden,
+            ids=torch.nn.functional.pad(routing.ids_Mt, (0, missing), value=-1),
+            weights=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
+        )
+
+    def _tensor(self, checked: CheckedRequest, buffers: Mapping[int, bytes | bytearray], which: int) -> torch.Tensor:
+        return wire.decode(buffers.get(which, b""), checked.headers[which], as_torch=True)
+
+
+def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> wire.WireTensor:
+    """The result `(M, K)` in the dtype that the request's hidden states had."""
+    name = wire.DTYPE_NAMES[checked.headers[pb.HIDDEN_STATES].dtype]
+    return wire.encode(out.to(getattr(torch, name)), "hidden_states")
+
+
+def checked_request_id(request_id: str) -> str:
+    """Goes into logs: no control characters, no spaces, bounded."""
+    if len(request_id) > MAX_ID_CHARS or not _ID_CHARS.issuperset(request_id):
+        text = f"request_id: {len(request_id)} characters; at most {MAX_ID_CHARS} printable ASCII ones without spaces"
+        raise InvalidRequest(text, field="request_id")
+    return request_id
+
+
+def _check_dtype(name: str, tensor: pb.Tensor, allowed: tuple[Any, ...]) -> None:
+    if tensor.dtype not in allowed:
+        got = wire.DTYPE_NAMES.get(tensor.dtype, f"number {tensor.dtype}" if tensor.dtype else "unset")
+        names = ", ".join(wire.DTYPE_NAMES[dtype] for dtype in allowed)
+        raise InvalidRequest(f"{name}: dtype {got} is not allowed here (allowed: {names})", field=name)
+
+
+def _two_dims(name: str, tensor: pb.Tensor, meaning: str) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        text = f"{name}: {len(tensor.shape)} dimensions, must be 2: {meaning}"
+        raise InvalidRequest(text, field=name)
+    rows, columns = tensor.shape
+    if rows < 0 or columns < 0:
+        raise InvalidRequest(f"{name}: shape ({rows}, {columns}) has a negative dimension", field=name)
+    return rows, columns
+
+
+def _all_finite(x: torch.Tensor) -> bool:
+    """NaN passes through aminmax. 100 times faster on a CPU than isfinite(x).all() for bfloat16."""
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """3, 4, 5, 9 -> "3-5, 9"."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

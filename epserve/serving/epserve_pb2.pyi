@@ -1,0 +1,230 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    BF16: _ClassVar[DType]
+    FP16: _ClassVar[DType]
+    FP32: _ClassVar[DType]
+    FP64: _ClassVar[DType]
+    INT8: _ClassVar[DType]
+    INT16: _ClassVar[DType]
+    INT32: _ClassVar[DType]
+    INT64: _ClassVar[DType]
+    UINT8: _ClassVar[DType]
+    UINT16: _ClassVar[DType]
+    UINT32: _ClassVar[DType]
+
+class Field(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FIELD_UNSPECIFIED: _ClassVar[Field]
+    HIDDEN_STATES: _ClassVar[Field]
+    TOPK_IDS: _ClassVar[Field]
+    TOPK_WEIGHTS: _ClassVar[Field]
+DTYPE_UNSPECIFIED: DType
+BF16: DType
+FP16: DType
+FP32: DType
+FP64: DType
+INT8: DType
+INT16: DType
+INT32: DType
+INT64: DType
+UINT8: DType
+UINT16: DType
+UINT32: DType
+FIELD_UNSPECIFIED: Field
+HIDDEN_STATES: Field
+TOPK_IDS: Field
+TOPK_WEIGHTS: Field
+
+class Tensor(_message.Message):
+    __slots__ = ("data", "dtype", "shape")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    TOPK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    layer: int
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    timeout_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class ForwardReply(_message.Message):
+    __slots__ = ("request_id", "hidden_states", "timings")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    hidden_states: Tensor
+    timings: Timings
+    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("codec_us", "engine_us")
+    CODEC_US_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_US_FIELD_NUMBER: _ClassVar[int]
+    codec_us: int
+    engine_us: int
+    def __init__(self, codec_us: _Optional[int] = ..., engine_us: _Optional[int] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("field", "data")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    field: Field
+    data: bytes
+    def __init__(self, field: _Optional[_Union[Field, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RequestFrame(_message.Message):
+    __slots__ = ("call", "begin", "part", "cancel")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    begin: ForwardRequest
+    part: Part
+    cancel: Cancel
+    def __init__(self, call: _Optional[int] = ..., begin: _Optional[_Union[ForwardRequest, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class ReplyFrame(_message.Message):
+    __slots__ = ("call", "begin", "part", "failure")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    begin: ForwardReply
+    part: Part
+    failure: Failure
+    def __init__(self, call: _Optional[int] = ..., begin: _Optional[_Union[ForwardReply, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("code", "error", "message", "field", "retryable", "retry_after_ms")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    error: str
+    message: str
+    field: str
+    retryable: bool
+    retry_after_ms: int
+    def __init__(self, code: _Optional[str] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelReply(_message.Message):
+    __slots__ = ("family", "name", "hidden", "intermediate", "num_experts", "top_k", "dtype", "layers", "activation", "scoring", "shared_intermediate", "quantisation", "fingerprint", "max_tokens_per_request", "max_message_bytes", "server_version")
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    INTERMEDIATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    SCORING_FIELD_NUMBER: _ClassVar[int]
+    SHARED_INTERMEDIATE_FIELD_NUMBER: _ClassVar[int]
+    QUANTISATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    name: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    dtype: DType
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    activation: str
+    scoring: str
+    shared_intermediate: int
+    quantisation: str
+    fingerprint: str
+    max_tokens_per_request: int
+    max_message_bytes: int
+    server_version: str
+    def __init__(self, family: _Optional[str] = ..., name: _Optional[str] = ..., hidden: _Optional[int] = ..., intermediate: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., layers: _Optional[_Iterable[int]] = ..., activation: _Optional[str] = ..., scoring: _Optional[str] = ..., shared_intermediate: _Optional[int] = ..., quantisation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_tokens_per_request: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., server_version: _Optional[str] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node: str
+    pid: int
+    device: str
+    gpu_uuid: str
+    experts: int
+    tokens_done: int
+    weights_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[int] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ...) -> None: ...
+
+class GetStatusReply(_message.Message):
+    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    BUFFERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    generation: int
+    steps: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    queue_tokens: int
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    calls_in_flight: int
+    buffered_bytes: int
+    uptime_s: float
+    server_version: str
+    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ...) -> None: ...

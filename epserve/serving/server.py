@@ -1,0 +1,136 @@
+"""The gRPC server around an engine: options, security, health, reflection, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from epserve.config import ServerConfig
+from epserve.errors import ConfigError
+from epserve.runtime.engine import Engine
+from epserve.serving import auth, wire
+from epserve.serving import epserve_pb2 as pb
+from epserve.serving import epserve_pb2_grpc as pb_grpc
+from epserve.serving.calls import Calls
+from epserve.serving.servicer import ExpertsServicer
+
+log = logging.getLogger("epserve.serving")
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+HEALTH_NAMES = ("", SERVICE)
+FLUSH_S = 0.5
+"""For replies on their way and health watchers, once all accepted calls are done."""
+
+
+class Server:
+    """`engine` may still be starting: health then says NOT_SERVING, and calls get what the engine raises."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, *, default_deadline_s: float = 60.0):
+        self._engine, self._config = engine, config
+        self._default_deadline_s = default_deadline_s
+        self._port = 0
+        self._server: grpc.aio.Server | None = None
+        self._calls: Calls | None = None
+        self._health = health.aio.HealthServicer()
+        self._publishing: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """The one that was bound; 0 before start."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        return _address(self._config.host, self._port)
+
+    async def start(self) -> None:
+        """Raises ConfigError when certificates or tokens cannot be read or the address cannot be bound."""
+        config = self._config
+        credentials = auth.server_credentials(config)
+        interceptors = [auth.TokenInterceptor(auth.read_tokens(config.tokens_file))] if config.tokens_file else []
+        _check_free(config.host, config.port)
+        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        self._calls = Calls(self._engine, config, self._default_deadline_s)
+        pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(self._calls), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if config.reflection:
+            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        wanted = _address(config.host, config.port)
+        try:
+            if credentials is None:
+                self._port = server.add_insecure_port(wanted)
+            else:
+                self._port = server.add_secure_port(wanted, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
+        await self._publish_health()
+        loop = asyncio.get_running_loop()
+        self._engine.on_state_change(lambda *_: loop.call_soon_threadsafe(self._health_changed))
+        await server.start()
+        self._server = server
+        log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, bool(interceptors))
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """NOT_SERVING first, then up to `grace` seconds for accepted calls, then the connections. Idempotent."""
+        server, calls = self._server, self._calls
+        if server is None or calls is None:
+            return
+        self._server = None
+        await self._health.enter_graceful_shutdown()
+        if not await calls.drain(grace):
+            log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
+        await server.stop(FLUSH_S if grace else None)
+        log.info("stopped listening on %s", self.address)
+
+    async def wait(self) -> None:
+        """Until stopped."""
+        if self._server is not None:
+            await self._server.wait_for_termination()
+
+    def _health_changed(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._publish_health())
+        self._publishing.add(task)
+        task.add_done_callback(self._publishing.discard)
+
+    async def _publish_health(self) -> None:
+        serving = self._engine.state() == "serving"
+        kinds = health_pb2.HealthCheckResponse
+        for name in HEALTH_NAMES:
+            await self._health.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Sizes are explicit: gRPC's default of 4 MiB is 292 tokens of hidden size 7168."""
+    message = max(config.max_message_bytes, wire.FRAME_BYTES) + wire.OVERHEAD_BYTES
+    return [
+        ("grpc.max_receive_message_length", message),
+        ("grpc.max_send_message_length", message),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+        ("grpc.keepalive_time_ms", 60_000),  # finds peers that vanished without closing
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
+    ]
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _check_free(host: str, port: int) -> None:
+    """Bind once by ourselves: the system's reason is clearer than gRPC's, which goes to stderr."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
+            probe.bind(address)
+    except OSError as error:
+        text = f"server.host, server.port: cannot listen on {_address(host, port)}: {error.strerror or error}"
+        raise ConfigError(f"{text}; choose another port, or 0 for a free one") from None

@@ -1,0 +1,92 @@
+"""The Experts service: thin methods that turn messages into calls, and errors into statuses."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import grpc
+
+from epserve import __version__
+from epserve.serving import epserve_pb2 as pb
+from epserve.serving import epserve_pb2_grpc as pb_grpc
+from epserve.serving import status, wire
+from epserve.serving.calls import Calls
+from epserve.serving.stream import StreamSession
+
+log = logging.getLogger("epserve.serving")
+
+
+class ExpertsServicer(pb_grpc.ExpertsServicer):
+    def __init__(self, calls: Calls):
+        self._calls = calls
+        self._started = time.monotonic()
+
+    async def Forward(self, request: pb.ForwardRequest, context: grpc.aio.ServicerContext) -> pb.ForwardReply:
+        request_id = ""
+        try:
+            request_id = self._calls.request_id(request.request_id)
+            own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
+            deadline = self._calls.deadline(context.time_remaining(), own_limit)
+            checked = self._calls.check(request, request_id)
+            assembly = wire.Assembly(checked.sizes)
+            with self._calls.admitted(checked):
+                for which, tensor in checked.headers.items():
+                    assembly.add(which, tensor.data)
+                tensor, reply = await self._calls.run(checked, assembly.finish(), deadline, context.peer())
+                reply.hidden_states.CopyFrom(tensor.message())
+                return reply
+        except Exception as error:
+            await status.abort(context, status.failure_of(error, request_id))
+
+    async def ForwardStream(self, request_iterator, context: grpc.aio.ServicerContext) -> None:
+        await StreamSession(self._calls, context).run()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelReply:
+        info, limits = self._calls.engine.info, self._calls.limits
+        return pb.GetModelReply(
+            family=info.family,
+            name=info.name,
+            hidden=info.hidden,
+            intermediate=info.intermediate,
+            num_experts=info.num_experts,
+            top_k=info.top_k,
+            dtype=wire.DTYPES[str(info.dtype).removeprefix("torch.")],
+            layers=info.layers,
+            activation=info.activation.kind,
+            scoring=info.gate.scoring,
+            shared_intermediate=info.shared_intermediate,
+            quantisation=info.quant.scheme,
+            fingerprint=info.fingerprint,
+            max_tokens_per_request=limits.max_tokens_per_request,
+            max_message_bytes=limits.max_message_bytes,
+            server_version=__version__,
+        )
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusReply:
+        engine = self._calls.engine.status()
+        ranks = [
+            pb.RankStatus(
+                rank=rank.rank,
+                node=rank.node,
+                pid=rank.pid,
+                device=rank.device,
+                gpu_uuid=rank.gpu_uuid,
+                experts=rank.experts,
+                tokens_done=rank.tokens_done,
+                weights_bytes=rank.weights_bytes,
+            )
+            for rank in engine.ranks
+        ]
+        return pb.GetStatusReply(
+            state=engine.state,
+            generation=engine.generation,
+            steps=engine.steps,
+            ranks=ranks,
+            queue_tokens=engine.queue_tokens,
+            backends=engine.backends,
+            calls_in_flight=self._calls.in_flight,
+            buffered_bytes=self._calls.buffered_bytes,
+            uptime_s=time.monotonic() - self._started,
+            server_version=__version__,
+        )

@@ -1,0 +1,90 @@
+"""Errors to gRPC statuses and back: the only place that maps them.
+
+A status carries its message, and as trailing metadata `epserve-error` (the class in epserve.errors), `epserve-retryable`
+(true or false), `epserve-field` and `retry-after-ms`. On a stream the same values are a `Failure` message.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import grpc
+
+from epserve import errors
+from epserve.errors import EpserveError
+from epserve.serving import epserve_pb2 as pb
+
+log = logging.getLogger("epserve.serving")
+
+MAX_MESSAGE_CHARS = 2000
+"""gRPC sends a status's text as a header, and peers refuse headers above 8 KiB by default."""
+
+_BY_CODE: dict[str, type[EpserveError]] = {
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "NOT_FOUND": errors.UnknownLayer,
+    "OUT_OF_RANGE": errors.TooLarge,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "FAILED_PRECONDITION": errors.ConfigError,
+    "RESOURCE_EXHAUSTED": errors.Overloaded,
+    "UNAVAILABLE": errors.NotReady,
+    "CANCELLED": errors.NotReady,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+}
+"""For statuses that gRPC itself or a proxy made. CANCELLED: a server that stops ends what is left over."""
+
+
+def failure_of(error: BaseException, request_id: str = "") -> pb.Failure:
+    """What a caller may see of an error. An unexpected one is logged here with its traceback, and not shown."""
+    if not isinstance(error, EpserveError):
+        log.error("request %s: unexpected %s", request_id or "-", type(error).__name__, exc_info=error)
+        text = f"internal error; the server's log has the details of request {request_id or 'without id'}"
+        error = errors.InternalError(text)
+    return pb.Failure(
+        code=error.grpc_status,
+        error=type(error).__name__,
+        message=str(error)[:MAX_MESSAGE_CHARS],
+        field=getattr(error, "field", ""),
+        retryable=error.retryable,
+        retry_after_ms=round(getattr(error, "retry_after_s", 0.0) * 1000),
+    )
+
+
+async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoReturn:
+    """End a call with the failure's status."""
+    metadata = [("epserve-error", failure.error), ("epserve-retryable", "true" if failure.retryable else "false")]
+    if failure.field:
+        metadata.append(("epserve-field", failure.field))
+    if failure.retry_after_ms:
+        metadata.append(("retry-after-ms", str(failure.retry_after_ms)))
+    await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
+    raise AssertionError("abort raises")
+
+
+def failure_of_rpc(error: Any) -> pb.Failure:
+    """The failure that an RPC error stands for (`grpc.RpcError` with code, details and trailing metadata)."""
+    metadata = {key: value for key, value in error.trailing_metadata() or ()}
+    code, details = error.code().name, error.details() or ""
+    failure = pb.Failure(code=code, message=details, retryable=code in ("UNAVAILABLE", "CANCELLED"))
+    if "epserve-error" in metadata:
+        failure.error = metadata["epserve-error"]
+        failure.field = metadata.get("epserve-field", "")
+        failure.retryable = metadata.get("epserve-retryable") == "true"
+        failure.retry_after_ms = int(metadata.get("retry-after-ms", "0"))
+    elif code == "RESOURCE_EXHAUSTED" and "larger than max" in details:  # gRPC's own message limit
+        failure.error = errors.TooLarge.__name__
+        failure.message = f"{details}; the limit is server.max_message_bytes"
+    return failure
+
+
+def error_of(failure: pb.Failure) -> EpserveError:
+    """The exception that a client raises."""
+    cls = getattr(errors, failure.error, None)
+    if not (isinstance(cls, type) and issubclass(cls, EpserveError)):  # made by gRPC, a proxy or a newer server
+        cls = _BY_CODE.get(failure.code, errors.InternalError)
+    message = failure.message or failure.code
+    if cls is errors.InvalidRequest:
+        return errors.InvalidRequest(message, field=failure.field)
+    if cls is errors.Overloaded:
+        return errors.Overloaded(message, retry_after_s=failure.retry_after_ms / 1000)
+    return cls(message)

@@ -1,0 +1,181 @@
+"""Tensors as bytes, and how requests and replies are cut into frames. Shared by client and server; imports no torch.
+
+A *buffer* is a bytes-like object of a tensor's elements: row-major, little-endian, unpadded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epserve.errors import InvalidRequest
+from epserve.serving import epserve_pb2 as pb
+
+FRAME_BYTES = 1 << 20
+"""Most tensor bytes in one message. Measured on an echo of 16 MB: frames of 256 KiB to 4 MiB are about equal, 64 KiB frames
+and a single message are several times slower."""
+OVERHEAD_BYTES = 64 << 10
+"""Room for everything but the tensors in one message."""
+
+FIELDS = {pb.HIDDEN_STATES: "hidden_states", pb.TOPK_IDS: "topk_ids", pb.TOPK_WEIGHTS: "topk_weights"}
+DTYPE_NAMES = {
+    pb.BF16: "bfloat16", pb.FP16: "float16", pb.FP32: "float32", pb.FP64: "float64",
+    pb.INT8: "int8", pb.INT16: "int16", pb.INT32: "int32", pb.INT64: "int64",
+    pb.UINT8: "uint8", pb.UINT16: "uint16", pb.UINT32: "uint32",
+}  # fmt: skip
+"""The names are those of torch and, but for bfloat16, of numpy."""
+ITEM_BYTES = {
+    pb.BF16: 2, pb.FP16: 2, pb.FP32: 4, pb.FP64: 8, pb.INT8: 1, pb.INT16: 2, pb.INT32: 4, pb.INT64: 8,
+    pb.UINT8: 1, pb.UINT16: 2, pb.UINT32: 4,
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireTensor:
+    """One tensor on its way out."""
+
+    dtype: pb.DType
+    shape: tuple[int, ...]
+    data: memoryview = field(repr=False)
+
+    def header(self) -> pb.Tensor:
+        return pb.Tensor(dtype=self.dtype, shape=self.shape)
+
+    def message(self) -> pb.Tensor:
+        return pb.Tensor(dtype=self.dtype, shape=self.shape, data=bytes(self.data))
+
+
+def encode(value: Any, name: str) -> WireTensor:
+    """A torch tensor on any device or a numpy array, strided as it likes. Raises InvalidRequest for anything else."""
+    if is_torch(value):
+        import torch
+
+        dtype_name = str(value.dtype).removeprefix("torch.")
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        import numpy as np
+
+        dtype_name = value.dtype.name
+        flat = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<")).reshape(-1)
+        raw = flat.view(np.uint8) if flat.size else b""
+    else:
+        got = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise InvalidRequest(f"{name}: must be a torch tensor or a numpy array, got {got}", field=name)
+    if dtype_name not in DTYPES:
+        allowed = ", ".join(DTYPES)
+        raise InvalidRequest(f"{name}: dtype {dtype_name} cannot be sent (allowed: {allowed})", field=name)
+    return WireTensor(dtype=DTYPES[dtype_name], shape=tuple(value.shape), data=memoryview(raw))
+
+
+def decode(buffer: bytes | bytearray, tensor: pb.Tensor, *, as_torch: bool) -> Any:
+    """The tensor whose header is `tensor`, in its own dtype and writable."""
+    name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    owned = buffer if isinstance(buffer, bytearray) else bytearray(buffer)  # views of `bytes` would be read-only
+    if as_torch:
+        import torch
+
+        dtype = getattr(torch, name)
+        return torch.frombuffer(owned, dtype=dtype).view(shape) if owned else torch.empty(shape, dtype=dtype)
+    import numpy as np
+
+    return np.frombuffer(owned, dtype=np.dtype(name).newbyteorder("<")).reshape(shape)
+
+
+def is_torch(value: Any) -> bool:
+    """Without importing torch: who holds a tensor has imported it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def num_bytes(tensor: pb.Tensor) -> int:
+    """What the header promises; Python's integers do not overflow. The dtype must be a known one."""
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
+class Assembly:
+    """Collects the bytes of the tensors of one message. Sizes come from a checked header and are never exceeded."""
+
+    def __init__(self, sizes: Mapping[int, int]):
+        self._sizes = dict(sizes)
+        self._buffers: dict[int, bytes | bytearray] = {}
+        self._filled = dict.fromkeys(sizes, 0)
+
+    @property
+    def done(self) -> bool:
+        return self._filled == self._sizes
+
+    def add(self, which: int, data: bytes) -> None:
+        """Append to one tensor. Raises InvalidRequest for bytes that the header did not declare."""
+        name = FIELDS.get(which, f"field {which}")
+        if which not in self._sizes:
+            raise InvalidRequest(f"{name}: {len(data)} bytes came for a tensor that was not declared", field=name)
+        start, size = self._filled[which], self._sizes[which]
+        stop = start + len(data)
+        if stop > size:
+            raise InvalidRequest(f"{name}: {stop} bytes came, its shape and dtype make {size}", field=name)
+        if start == 0 and stop == size:
+            self._buffers[which] = data  # whole: kept without a copy
+        elif data:
+            buffer = self._buffers.setdefault(which, bytearray(size) if start == 0 else b"")
+            assert isinstance(buffer, bytearray)
+            memoryview(buffer)[start:stop] = data
+        self._filled[which] = stop
+
+    def finish(self) -> dict[int, bytes | bytearray]:
+        """Field -> buffer. Raises InvalidRequest when bytes are missing."""
+        for which, size in self._sizes.items():
+            if self._filled[which] != size:
+                name = FIELDS[which]
+                text = f"{name}: {self._filled[which]} bytes came, its shape and dtype make {size}"
+                raise InvalidRequest(text, field=name)
+        return self._buffers
+
+
+def fits_one_message(tensors: Sequence[WireTensor]) -> bool:
+    return sum(len(tensor.data) for tensor in tensors) <= FRAME_BYTES
+
+
+def parts(tensors: Mapping[int, WireTensor]) -> Iterator[pb.Part]:
+    """The bytes of all tensors in pieces of at most FRAME_BYTES."""
+    for which, tensor in tensors.items():
+        for start in range(0, len(tensor.data), FRAME_BYTES):
+            yield pb.Part(field=which, data=bytes(tensor.data[start : start + FRAME_BYTES]))
+
+
+def request_message(tensors: Mapping[int, WireTensor], header: pb.ForwardRequest, *, inline: bool) -> pb.ForwardRequest:
+    """`header` (id, layer, timeout) with its tensors; `inline` false: without their bytes, which follow in parts."""
+    message = pb.ForwardRequest()
+    message.CopyFrom(header)
+    for which, tensor in tensors.items():
+        getattr(message, FIELDS[which]).CopyFrom(tensor.message() if inline else tensor.header())
+    return message
+
+
+def request_frames(
+    call: int, tensors: Mapping[int, WireTensor], header: pb.ForwardRequest
+) -> Iterator[pb.RequestFrame]:
+    inline = fits_one_message(tuple(tensors.values()))
+    yield pb.RequestFrame(call=call, begin=request_message(tensors, header, inline=inline))
+    if not inline:
+        for part in parts(tensors):
+            yield pb.RequestFrame(call=call, part=part)
+
+
+def reply_frames(call: int, tensor: WireTensor, reply: pb.ForwardReply) -> Iterator[pb.ReplyFrame]:
+    """`reply` (id, timings) with its tensor."""
+    inline = fits_one_message((tensor,))
+    reply.hidden_states.CopyFrom(tensor.message() if inline else tensor.header())
+    yield pb.ReplyFrame(call=call, begin=reply)
+    if not inline:
+        for part in parts({pb.HIDDEN_STATES: tensor}):
+            yield pb.ReplyFrame(call=call, part=part)
+
+
+def declared(request: pb.ForwardRequest) -> dict[int, pb.Tensor]:
+    """Field -> the tensor messages that are there."""
+    return {which: getattr(request, name) for which, name in FIELDS.items() if request.HasField(name)}

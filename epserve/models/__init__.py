@@ -1,0 +1,7 @@
+"""Checkpoints on disk -> one rank's weights."""
+
+from .checkpoint import Checkpoint, LayerWeights, SharedExperts, open_checkpoint
+from .families import FAMILIES
+from .info import ModelInfo
+
+__all__ = ["FAMILIES", "Checkpoint", "LayerWeights", "ModelInfo", "SharedExperts", "open_checkpoint"]

@@ -1,0 +1,177 @@
+"""What every rank will run, decided from the configuration and the model before any weight is read. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+import all2all
+import experts
+from epserve.config import Config
+from epserve.errors import ConfigError, Incompatible
+from epserve.models import ModelInfo
+from epserve.modular_kernel import (
+    Backends,
+    ExpertShape,
+    FusedMoEMethodBase,
+    LayerSpec,
+    PrepareFinalizeOptions,
+    Registry,
+    why_not,
+)
+from epserve.placement import Placement
+
+# Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
+PREFER_ALL2ALL = {
+    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
+    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
+}
+PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Names of the two backends, and why those before them in the order of trial were passed over."""
+
+    all2all: str
+    experts: str
+    passed_over: tuple[str, ...] = ()
+
+    def as_backends(self) -> Backends:
+        return Backends(
+            all2all=all2all.REGISTRY,
+            experts=experts.REGISTRY,
+            prefer_all2all=(self.all2all,),
+            prefer_experts=(self.experts,),
+        )
+
+    def explain(self) -> str:
+        passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
+        return f"all-to-all {self.all2all}, experts {self.experts}{passed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """`layers`: the MoE layers to serve. `spec`: their common shape, with physical experts."""
+
+    layers: tuple[int, ...]
+    placement: Placement
+    spec: LayerSpec
+    chosen: Chosen
+    method: type[FusedMoEMethodBase]
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" is cuda where torch sees a GPU."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def plan_ranks(config: Config, info: ModelInfo, *, device: str) -> RankPlan:
+    """Raises ConfigError or Incompatible, with every reason. Takes milliseconds."""
+    engine = config.engine
+    if engine.experts_per_rank and len(engine.experts_per_rank) != engine.ranks:
+        raise ConfigError(
+            f"experts_per_rank lists {len(engine.experts_per_rank)} ranks, engine.ranks is {engine.ranks}"
+        )
+    placement = Placement.identity(info.num_experts, engine.experts_per_rank or engine.ranks)
+    shape = ExpertShape(
+        hidden=info.hidden,
+        intermediate=info.intermediate,
+        num_experts=placement.layout.num_experts,
+        top_k=info.top_k,
+        dtype=info.dtype,
+    )
+    spec = LayerSpec(
+        shape=shape,
+        layout=placement.layout,
+        device=device,
+        quant=info.quant,
+        activation=info.activation,
+        bias=info.bias,
+    )
+    return RankPlan(
+        layers=served_layers(config, info),
+        placement=placement,
+        spec=spec,
+        chosen=choose_backends(spec, all2all_name=engine.all2all, experts_name=engine.experts),
+        method=method_for(info.quant.scheme),
+    )
+
+
+def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
+    unknown = sorted(set(config.model.layers) - set(info.layers))
+    if unknown:
+        raise ConfigError(
+            f"model.layers: {unknown} are not MoE layers of {info.name} (those are {_ranges(info.layers)})"
+        )
+    return tuple(sorted(set(config.model.layers))) or info.layers
+
+
+def choose_backends(spec: LayerSpec, *, all2all_name: str = "auto", experts_name: str = "auto") -> Chosen:
+    """The first pair, in order of preference, that fits the layer and can run here."""
+    passed = []
+    for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
+        manager = all2all.REGISTRY.get(outer)
+        missing = manager.unavailable()
+        if missing:
+            passed.append(f"{outer}: {missing}")
+            continue
+        for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
+            backend = experts.REGISTRY.get(inner)
+            missing = backend.unavailable()
+            reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
+            if not reasons:
+                return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed))
+            passed += [f"{outer} + {inner}: {reason}" for reason in reasons]
+    raise Incompatible(f"no pair of backends can serve this layer ({_describe(spec)}):", tuple(passed))
+
+
+def method_for(scheme: str) -> type[FusedMoEMethodBase]:
+    """The method class whose weights are stored in `scheme`; the first one registered where several are."""
+    found = [method for method in _subclasses(FusedMoEMethodBase) if method.quant_config().scheme == scheme]
+    if not found:
+        known = sorted({method.quant_config().scheme for method in _subclasses(FusedMoEMethodBase)})
+        raise ConfigError(f"quantisation {scheme!r} has no method class yet (served: {', '.join(known)})")
+    return found[0]
+
+
+def kernel_options(config: Config) -> PrepareFinalizeOptions:
+    engine = config.engine
+    return PrepareFinalizeOptions(
+        max_tokens_per_rank=engine.max_tokens_per_rank,
+        combine_order=engine.combine_order,
+        dispatch_quantised=engine.dispatch_quantised,
+    )
+
+
+def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]:
+    if name != "auto":
+        return [registry.entry(name).name]
+    known = registry.names()
+    first = [each for each in preferred if each in known]
+    return first + [each for each in known if each not in first]
+
+
+def _subclasses(cls: type[FusedMoEMethodBase]) -> list[type[FusedMoEMethodBase]]:
+    found = []
+    for each in cls.__subclasses__():
+        found += [each, *_subclasses(each)]
+    return found
+
+
+def _describe(spec: LayerSpec) -> str:
+    shape = spec.shape
+    return (
+        f"hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.num_experts} experts on"
+        f" {spec.layout.num_ranks} ranks, top-k {shape.top_k}, {str(shape.dtype).removeprefix('torch.')}, {spec.device}"
+    )
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    if layers == tuple(range(layers[0], layers[-1] + 1)) and len(layers) > 2:
+        return f"{layers[0]}..{layers[-1]}"
+    return ", ".join(map(str, layers))

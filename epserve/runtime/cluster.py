@@ -1,0 +1,151 @@
+"""The Ray cluster: one of our own that ends with us, or a running one that we join and leave as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from epserve.config import Config
+from epserve.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
+SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
+
+
+@dataclass(slots=True)
+class Cluster:
+    """`started`: this process started it and stops it. `joined`: this process connected and disconnects."""
+
+    started: bool
+    joined: bool
+    namespace: str
+
+    @classmethod
+    def connect(cls, config: Config) -> Cluster:
+        """Blocks for some seconds. Raises ConfigError within 30 s when a given address cannot be reached."""
+        address = config.cluster.address
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        namespace = f"epserve-{secrets.token_hex(4)}"
+        if ray.is_initialized():
+            return cls(started=False, joined=False, namespace=namespace)
+        common = {
+            "namespace": namespace,
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
+        if address == "local":
+            # NOTE: RAY_AUTH_MODE stays as the operator has it. Unset, Ray 2.60 asks for a token on a cluster that it
+            # starts here; setting it after `import ray` would be half seen and break the start.
+            cpus = int(config.engine.ranks * config.cluster.cpus_per_rank) + SPARE_CPUS
+            with _quiet():
+                ray.init(
+                    address="local",
+                    num_cpus=max(cpus, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **common,
+                )
+            return cls(started=True, joined=True, namespace=namespace)
+        _probe(address)
+        try:
+            with _quiet():
+                ray.init(address=address, **common)
+        except Exception as error:  # Ray raises a different class for each stage of connecting
+            raise ConfigError(f"no Ray cluster answers at {address!r}: {_first_line(error)}{_hint(address)}") from None
+        return cls(started=False, joined=True, namespace=namespace)
+
+    def close(self) -> None:
+        """Blocks for about a second. A cluster that was running before stays."""
+        if self.joined and ray.is_initialized():
+            with _quiet():
+                ray.shutdown()
+        self.joined = False
+
+
+class Gang:
+    """One placement group with a bundle for each rank: all of them start, or none."""
+
+    def __init__(self, config: Config, device: str):
+        self._config, self._device = config, device
+        self.group: PlacementGroup | None = None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        cluster = self._config.cluster
+        bundle = {"CPU": max(cluster.cpus_per_rank, 0.001)}  # Ray refuses an empty bundle
+        if self._device == "cuda":
+            bundle["GPU"] = cluster.gpus_per_rank
+        return bundle
+
+    def reserve(self) -> PlacementGroup:
+        """Blocks until every rank has a place; ConfigError with both numbers when the cluster cannot hold them."""
+        config, bundle = self._config, self.bundle
+        ranks, have = config.engine.ranks, ray.cluster_resources()
+        short = [
+            f"{ranks} ranks need {ranks * amount:g} {name}, the cluster has {have.get(name, 0):g}"
+            for name, amount in bundle.items()
+            if ranks * amount > have.get(name, 0) + 1e-6
+        ]
+        if short:
+            raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; add nodes or lower engine.ranks")
+        group = placement_group([bundle] * ranks, strategy=config.cluster.placement)
+        if not group.wait(config.cluster.start_timeout_s):
+            free = {name: ray.available_resources().get(name, 0) for name in bundle}
+            remove_placement_group(group)
+            raise ConfigError(
+                f"no place for {ranks} ranks of {bundle} with placement {config.cluster.placement} on"
+                f" {len(ray.nodes())} nodes within {config.cluster.start_timeout_s:g} s; free now: {free}"
+            )
+        self.group = group
+        return group
+
+    def release(self) -> None:
+        if self.group is not None and ray.is_initialized():
+            remove_placement_group(self.group)
+        self.group = None
+
+
+def _probe(address: str) -> None:
+    """A port that nobody listens on costs Ray 20 s and a page of log; a plain connection tells at once."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address {address!r} is not 'local', 'auto' or host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address)}") from None
+
+
+def _hint(address: str) -> str:
+    if os.environ.get("RAY_AUTH_MODE") is None and address != "auto":
+        return "; does it run, and does it ask for a token (RAY_AUTH_MODE=token, ~/.ray/auth_token)?"
+    return "; does it run there (`ray status`)?"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Ray announces itself on its logger, whatever it is told."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,208 @@
+"""The engine: what the front end talks to. Ranks, their supervision and the step scheduler behind three methods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from epserve import rank_plan
+from epserve.config import Config
+from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, UnknownLayer
+from epserve.models import ModelInfo, open_checkpoint
+from epserve.modular_kernel import check_routing
+
+from .cluster import Cluster
+from .planning import Batch
+from .pool import Pool
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "serving", "recovering", "draining", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank. `experts`: logical ids in slot order. `alive`: its process answers on the data path."""
+
+    rank: int
+    node: str
+    pid: int
+    device: str
+    gpu_uuid: str
+    experts: tuple[int, ...]
+    tokens_done: int
+    weights_bytes: int
+    alive: bool
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others."""
+
+    state: State
+    generation: int
+    steps: int
+    ranks: tuple[RankStatus, ...]
+    queue_tokens: int
+    backends: str
+    recoveries: int
+    replayed_requests: int
+
+
+class Engine:
+    """Make it, `await start()`, call `forward` from any task of that loop, `await close()`.
+
+    The constructor checks the configuration against the checkpoint and the backends; it starts nothing.
+    """
+
+    def __init__(self, config: Config):
+        """Raises ConfigError, CheckpointError or Incompatible within a second."""
+        self.config = config
+        self.info: ModelInfo = open_checkpoint(config.model.path, config.model.dtype).info
+        self._device = rank_plan.resolve_device(config.engine.device)
+        self.plan = rank_plan.plan_ranks(config, self.info, device=self._device)
+        self._state: State = "stopped"
+        self._callbacks: list[Callable[[State], None]] = []
+        self._cluster: Cluster | None = None
+        self._pool: Pool | None = None
+        self._scheduler: Scheduler | None = None
+        self._last_status: tuple[RankStatus, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The MoE layers that are served."""
+        return self.plan.layers
+
+    async def start(self) -> None:
+        """Returns when every rank has loaded and run a step. Raises an EpserveError; everything is then stopped again."""
+        self._set_state("starting")
+        try:
+            await self._connect()
+            pool = self._pool = Pool(self.config, self.plan, device=self._device, on_state=self._set_state)
+            self._scheduler = Scheduler(self.config.scheduler, pool, num_ranks=self.config.engine.ranks)
+            await pool.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _connect(self) -> None:
+        connecting = asyncio.ensure_future(asyncio.to_thread(Cluster.connect, self.config))
+        try:
+            self._cluster = await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            self._cluster = await connecting  # a thread cannot be cancelled: what it starts must be stopped
+            raise
+
+    async def close(self, drain_s: float = 0) -> None:
+        """Refuse new requests, finish accepted ones for up to `drain_s`, stop the ranks. Safe at any time, and twice."""
+        if self._state == "stopped":
+            return
+        if self._scheduler is not None:
+            self._set_state("draining")
+            if drain_s > 0 and not await self._scheduler.drain(drain_s):
+                log.warning("drain: requests were left after %g s", drain_s)
+            await self._scheduler.close()
+        if self._pool is not None:
+            await self._pool.close()
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
+        self._scheduler = self._pool = self._cluster = None
+        self._set_state("stopped")
+
+    async def forward(self, batch: Batch) -> torch.Tensor:
+        """One layer on one batch: `(M, K)` in the model's dtype. Raises only EpserveErrors."""
+        scheduler = self._scheduler
+        if scheduler is None or self._state not in ("serving", "recovering"):
+            raise NotReady(f"the service is {self._state}")
+        checked = self._check(batch)
+        if not checked.num_tokens:
+            return torch.empty_like(checked.hidden)
+        return await scheduler.submit(checked)
+
+    def state(self) -> State:
+        return self._state
+
+    def on_state_change(self, callback: Callable[[State], None]) -> None:
+        """`callback(state)` runs in the loop after each change."""
+        self._callbacks.append(callback)
+
+    def status(self) -> EngineStatus:
+        pool, scheduler = self._pool, self._scheduler
+        if pool is not None and pool.members:
+            self._last_status = tuple(self._rank_status(member) for member in pool.members)
+        return EngineStatus(
+            state=self._state,
+            generation=pool.generation if pool is not None else 0,
+            steps=scheduler.steps_done if scheduler is not None else 0,
+            ranks=self._last_status,
+            queue_tokens=scheduler.queued_tokens if scheduler is not None else 0,
+            backends=self.plan.chosen.explain(),
+            recoveries=len(pool.recoveries) if pool is not None else 0,
+            replayed_requests=scheduler.replays if scheduler is not None else 0,
+        )
+
+    def _rank_status(self, member) -> RankStatus:
+        facts, report, pulse = member.facts, member.report, member.pulse
+        assert self._pool is not None
+        return RankStatus(
+            rank=member.rank,
+            node=facts.node_ip if facts is not None else "",
+            pid=facts.pid if facts is not None else 0,
+            device=facts.device if facts is not None else "",
+            gpu_uuid=facts.gpu_uuid if facts is not None else "",
+            experts=self.plan.placement.experts_of(member.rank),
+            tokens_done=self._pool.tokens_done[member.rank],
+            weights_bytes=report.weights_bytes if report is not None else 0,
+            alive=member.alive,
+            phase=pulse.phase if pulse is not None else "starting",
+        )
+
+    def _set_state(self, state: State) -> None:
+        if state == self._state or (self._state == "draining" and state != "stopped"):
+            return
+        log.info("state: %s -> %s", self._state, state)
+        self._state = state
+        for callback in self._callbacks:
+            try:
+                callback(state)
+            except Exception:  # a listener's defect must not stop a recovery
+                log.exception("a state listener failed")
+
+    def _check(self, batch: Batch) -> Batch:
+        """The engine's own door: nothing that would fail on the ranks passes it."""
+        shape, hidden = self.plan.spec.shape, batch.hidden
+        if batch.layer not in self.plan.layers:
+            served = ", ".join(map(str, self.plan.layers))
+            raise UnknownLayer(f"layer {batch.layer} is not a served MoE layer of {self.info.name} (served: {served})")
+        if hidden.ndim != 2 or hidden.shape[1] != shape.hidden:
+            text = f"hidden_states: shape {tuple(hidden.shape)}, the model has (tokens, {shape.hidden})"
+            raise InvalidRequest(text, field="hidden_states")
+        if hidden.dtype != shape.dtype:
+            raise InvalidRequest(f"hidden_states: {hidden.dtype}, the model has {shape.dtype}", field="hidden_states")
+        if (batch.ids is None) != (batch.weights is None):
+            raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
+        ids, weights = batch.ids, batch.weights
+        if ids is not None and weights is not None:
+            routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)
+            ids, weights = routing.ids_Mt, routing.weights_Mt
+            if ids.shape[1] > shape.top_k:
+                raise TooLarge(f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}")
+        return Batch(
+            layer=batch.layer,
+            hidden=hidden,
+            ids=ids,
+            weights=weights,
+            deadline=batch.deadline,
+            request_id=batch.request_id,
+            client=batch.client,
+        )
+
+
+__all__ = ["Batch", "Engine", "EngineStatus", "EpserveError", "RankStatus", "State"]

@@ -1,0 +1,81 @@
+"""What went wrong on a rank, as data that crosses processes, and which of several reports is the root cause."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from epserve.errors import EpserveError, RankFailed
+from epserve.worker import StepError
+
+# How gloo, NCCL and sockets say "somebody else is gone". A rank that reports one of these is not the culprit.
+CONSEQUENCES = (
+    "closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was closed",
+    "broken pipe",
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "socket timeout",
+    "remote process exited",
+    "remote process has terminated",
+    "communicator was aborted",
+    "network error",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One rank's report. `consequence`: another rank's end explains it. `error`: ours, to be raised as it is."""
+
+    rank: int
+    phase: str
+    step: int
+    message: str
+    consequence: bool
+    error: EpserveError | None = None
+    trace: str = ""
+
+    def describe(self) -> str:
+        step = f", step {self.step}" if self.step >= 0 else ""
+        return f"rank {self.rank}{step}, {self.phase}: {self.message}"
+
+    def as_json(self) -> dict[str, Any]:
+        fields = "rank", "phase", "step", "message", "consequence", "trace"
+        return {name: getattr(self, name) for name in fields}
+
+
+class RankLost(RankFailed):
+    """A rank reported a failure, or its process is gone. The request itself may be sent again."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.describe())
+        self.failure = failure
+
+
+def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
+    """An exception on this rank as a report."""
+    step = -1
+    if isinstance(error, StepError):
+        step, phase, error = error.step, error.phase, error.__cause__ or error
+    text = f"{type(error).__name__}: {error}"
+    lowered = text.lower()
+    return Failure(
+        rank=rank,
+        phase=phase,
+        step=step,
+        message=text.splitlines()[0] if not isinstance(error, EpserveError) else str(error),
+        consequence=any(word in lowered for word in CONSEQUENCES),
+        error=error if isinstance(error, EpserveError) else None,
+        trace="".join(traceback.format_exception(error))[-4000:],
+    )
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The first report that is no consequence of another one; with none such, the first."""
+    ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.rank))
+    return ordered[0]

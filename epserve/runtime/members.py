@@ -1,0 +1,150 @@
+"""One rank as the engine sees it: its actor, its process, its data path. Calls with deadlines, reports instead of raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from epserve.config import Config
+from epserve.errors import ConfigError, EpserveError, RankFailed
+from epserve.worker import LoadReport
+
+from .failure import Failure, root_cause
+from .rank import NodeAgent, Outcome, Pulse, RankActor, RankFacts
+from .transport import SocketLink
+
+log = logging.getLogger(__name__)
+
+GROUPS = {"work": 1, "control": 2}
+KILL_TIMEOUT_S = 2.0
+
+
+async def answer(reference, timeout: float) -> Any:
+    """The value of a Ray call; raises TimeoutError or RayError."""
+
+    async def value():
+        return await reference
+
+    return await asyncio.wait_for(value(), timeout)
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping."""
+
+    rank: int
+    actor: Any
+    facts: RankFacts | None = None
+    report: LoadReport | None = None
+    link: SocketLink | None = None
+    pulse: Pulse | None = None
+
+    @classmethod
+    def create(cls, config: Config, rank: int, *, device: str, group: PlacementGroup) -> Member:
+        cpus, gpus = config.cluster.cpus_per_rank, config.cluster.gpus_per_rank if device == "cuda" else 0
+        # No restarts and no retries by Ray: a restarted rank would be outside the process group.
+        actor_class = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)
+        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+        actor = actor_class.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote(
+            config, rank, device
+        )
+        return cls(rank=rank, actor=actor)
+
+    @property
+    def alive(self) -> bool:
+        return self.link is not None and not self.link.lost
+
+    async def call(self, method: str, *args, timeout: float) -> Outcome:
+        """Never raises: a process that is gone or silent is a failure like any other."""
+        try:
+            return await answer(self.actor.call.remote(method, *args), timeout)
+        except TimeoutError:
+            return self._failed(method, f"no answer within {timeout:g} s", consequence=True)
+        except RayError as error:
+            return self._failed(method, f"process gone ({type(error).__name__})", consequence=False)
+
+    async def ping(self, timeout: float) -> bool:
+        """Whether the process answers."""
+        try:
+            self.pulse = await answer(self.actor.ping.remote(), timeout)
+        except (TimeoutError, RayError):
+            return False
+        return True
+
+    def discard(self) -> None:
+        """Forget a rank whose process is gone or about to go."""
+        if self.link is not None:
+            self.link.close()
+        with contextlib.suppress(RayError):
+            ray.kill(self.actor, no_restart=True)
+
+    def _failed(self, method: str, message: str, *, consequence: bool) -> Outcome:
+        failure = Failure(rank=self.rank, phase=method, step=-1, message=message, consequence=consequence)
+        return Outcome(failure=failure)
+
+
+async def call_all(members: Sequence[Member], method: str, *args, timeout: float) -> list[Any]:
+    """The method on all members at once; their values, or the root cause of all failures as an exception."""
+    outcomes = await asyncio.gather(*(member.call(method, *args, timeout=timeout) for member in members))
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    if failures:
+        raise as_error(root_cause(failures))
+    return [outcome.value for outcome in outcomes]
+
+
+def as_error(failure: Failure) -> EpserveError:
+    if failure.error is not None:
+        return failure.error
+    log.debug("%s\n%s", failure.describe(), failure.trace)
+    return RankFailed(failure.describe())
+
+
+def check_distinct_gpus(facts: Sequence[RankFacts]) -> None:
+    """Two ranks on one GPU would share its memory and deadlock in NCCL; raises ConfigError with the reason."""
+    owner: dict[str, RankFacts] = {}
+    for each in facts:
+        other = owner.setdefault(each.gpu_uuid, each)
+        if each.gpu_uuid and other is not each:
+            raise ConfigError(
+                f"ranks {other.rank} and {each.rank} on node {each.node_ip} both see GPU {each.gpu_uuid}:"
+                " Ray did not set CUDA_VISIBLE_DEVICES for them. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES,"
+                " and set cluster.gpus_per_rank to 1"
+            )
+
+
+class Agents:
+    """A small actor on each node that holds ranks; it ends hung processes there."""
+
+    def __init__(self):
+        self._agents: dict[str, Any] = {}
+
+    def cover(self, node_ids: Sequence[str]) -> None:
+        for node_id in set(node_ids) - set(self._agents):
+            place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            actor_class = ray.remote(max_restarts=-1)(NodeAgent)
+            self._agents[node_id] = actor_class.options(num_cpus=0, scheduling_strategy=place).remote()
+
+    async def kill(self, facts: RankFacts) -> None:
+        """SIGKILL. A node that does not answer has taken its processes along."""
+        agent = self._agents.get(facts.node_id)
+        if agent is None:
+            return
+        try:
+            await answer(agent.kill.remote(facts.pid), KILL_TIMEOUT_S)
+        except (TimeoutError, RayError) as error:
+            log.warning("node %s: cannot end process %d: %s", facts.node_ip, facts.pid, type(error).__name__)
+
+    def close(self) -> None:
+        for agent in self._agents.values():
+            with contextlib.suppress(RayError):
+                ray.kill(agent)
+        self._agents.clear()

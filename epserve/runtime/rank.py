@@ -1,0 +1,248 @@
+"""The Ray shell of one rank, and the two small actors beside the ranks: the store of the group, the agent of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from epserve.config import Config
+from epserve.modular_kernel import RankContext
+from epserve.worker import Counters, LoadReport, StepPlan, Worker
+
+from .failure import Failure, from_exception
+from .transport import LinkAddress, StepServer
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """Where a rank's process runs. `gpu_uuid` empty on CPU."""
+
+    rank: int
+    pid: int
+    node_id: str
+    node_ip: str
+    device: str
+    gpu_uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank says when asked: it answers while its step thread computes."""
+
+    phase: str
+    step: int
+    step_seconds: float
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an actor method returns instead of raising, so that the reports of all ranks can be compared."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """The store of the process groups; each generation has its own prefix in it."""
+
+    host: str
+    port: int
+    generation: int
+
+
+class RankActor:
+    """Ray's view of a Worker. `call` runs one method at a time; `ping` and `abort` have their own threads."""
+
+    def __init__(self, config: Config, rank: int, device: str):
+        self._config, self._rank, self._device_kind = config, rank, device
+        self._worker: Worker | None = None
+        self._server: StepServer | None = None
+        self._generation = -1
+        self._step, self._step_start = -1, 0.0
+        self._busy = threading.Lock()
+
+    @ray.method(concurrency_group="work")
+    def call(self, method: str, *args) -> Outcome:
+        try:
+            return Outcome(value=getattr(self, "_" + method)(*args))
+        except Exception as error:
+            return Outcome(failure=from_exception(error, rank=self._rank, phase=method))
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> Pulse:
+        worker = self._worker
+        seconds = time.monotonic() - self._step_start if self._step >= 0 else 0.0
+        phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
+        return Pulse(phase=phase, step=self._step, step_seconds=seconds, counters=counters)
+
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """End NCCL operations that wait for a rank which is gone. Gloo needs no help: its sockets break."""
+        if self._device_kind == "cuda" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+    def _set_up(self) -> RankFacts:
+        torch.set_num_threads(1)
+        context = ray.get_runtime_context()
+        self._device = torch.device("cpu")
+        uuid = ""
+        if self._device_kind == "cuda":
+            self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
+            torch.cuda.set_device(self._device)
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        self._worker = Worker(self._config, self._context(group=None))
+        return RankFacts(
+            rank=self._rank,
+            pid=os.getpid(),
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            device=str(self._device),
+            gpu_uuid=uuid,
+        )
+
+    def _load(self) -> LoadReport:
+        assert self._worker is not None
+        return self._worker.load()
+
+    def _listen(self, local: bool) -> LinkAddress:
+        """Open the data path: on this machine only, or on the node's address."""
+        if self._server is not None:
+            self._server.close()
+        self._server = StepServer(self._answer, host="" if local else ray.util.get_node_ip_address())
+        return self._server.address
+
+    def _join(self, address: GroupAddress) -> None:
+        """Collective: a new process group, the kernel on it, a warm-up step."""
+        assert self._worker is not None
+        with self._busy:
+            self._leave_group()
+            group = None
+            if self._config.engine.ranks > 1:
+                group = self._make_group(address)
+            self._worker.regroup(self._context(group))
+            self._worker.warm_up()
+            self._generation = address.generation
+
+    def _leave(self) -> None:
+        with self._busy:
+            self._leave_group()
+
+    def _close(self) -> None:
+        """Collective."""
+        with self._busy:
+            if self._server is not None:
+                self._server.close()
+            try:
+                if self._worker is not None:
+                    self._worker.close()
+            finally:
+                self._leave_group()
+
+    def _make_group(self, address: GroupAddress):
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface:
+            # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        timeout = timedelta(seconds=self._config.scheduler.step_timeout_s)
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"gen{address.generation}", store),
+            rank=self._rank,
+            world_size=self._config.engine.ranks,
+            timeout=timeout,
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+        return dist.group.WORLD
+
+    def _leave_group(self) -> None:
+        self._generation = -1
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _context(self, group) -> RankContext:
+        return RankContext(
+            rank=self._rank,
+            world_size=self._config.engine.ranks,
+            device=self._device,
+            group=group,
+            timeout_s=self._config.scheduler.step_timeout_s,
+        )
+
+    def _answer(self, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
+        """One step. On failure the group goes first, so that the peers fail at once instead of waiting for this rank."""
+        step = header["step"]
+        with self._busy:
+            try:
+                if header["generation"] != self._generation:
+                    raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
+                assert self._worker is not None
+                plan = StepPlan(
+                    step=step,
+                    layer=header["layer"],
+                    mode=header["mode"],
+                    tokens_per_rank=tuple(header["tokens_per_rank"]),
+                )
+                x_MK, ids_Mt, weights_Mt = (*tensors, None, None)[:3]
+                self._step_start, self._step = time.monotonic(), step
+                y_MK = self._worker.step(plan, x_MK, ids_Mt, weights_Mt).cpu()
+                return {"step": step}, [y_MK]
+            except Exception as error:
+                failure = from_exception(error, rank=self._rank, phase="step")
+                with contextlib.suppress(Exception):  # already broken; the report of the first error is what counts
+                    self._leave_group()
+                return {"step": step, "failure": failure.as_json()}, []
+            finally:
+                self._step = -1
+
+
+class StoreActor:
+    """Owns the TCPStore of all generations. It is no rank, so that no rank's death takes the store along."""
+
+    def __init__(self, host: str):
+        # Port 0: the kernel picks a free one while it binds; picking one beforehand would be a race.
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._host = host
+
+    def address(self, generation: int) -> GroupAddress:
+        return GroupAddress(host=self._host, port=self._store.port, generation=generation)
+
+
+class NodeAgent:
+    """Ends hung ranks of its node by process id: Ray's own kill waits five seconds for a process that does not react."""
+
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that owns an IPv4 address; empty where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                packed = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return ""
+
+
+RankMethod = Callable[..., Outcome]

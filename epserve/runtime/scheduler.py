@@ -1,0 +1,178 @@
+"""The step scheduler: a bounded queue of requests, joined into steps, in one order to all ranks.
+
+A step is a pure function of its requests: when a rank fails, its requests go back to the front of the queue and run again
+on the rebuilt ranks, so that callers see latency rather than errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Protocol
+
+import torch
+
+from epserve.config import SchedulerConfig
+from epserve.errors import DeadlineExceeded, EpserveError, InternalError, NotReady, Overloaded, RankFailed, TooLarge
+from epserve.worker import StepPlan
+
+from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, shards, split_evenly
+
+log = logging.getLogger(__name__)
+
+STEPS_IN_FLIGHT = 2  # one computes while the next one's bytes travel
+MAX_ATTEMPTS = 3  # the third time a request is in a failing step, the request is what ranks fail on
+RATE_DECAY = 0.8  # of the moving average of tokens per second behind retry_after_s
+
+
+class Ranks(Protocol):
+    """What the scheduler needs of the pool."""
+
+    serving: asyncio.Event
+
+    async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
+
+
+class Scheduler:
+    """`submit` from any task of the loop; one task takes steps off the queue."""
+
+    def __init__(self, config: SchedulerConfig, ranks: Ranks, *, num_ranks: int):
+        self._config, self._ranks, self._num_ranks = config, ranks, num_ranks
+        self._queue = StepQueue()
+        self._queued: Counter[int] = Counter()  # tokens per layer that no caller has back yet
+        self._wake = asyncio.Event()
+        self._running: set[asyncio.Task] = set()
+        self._joined_last = 1
+        self._tokens_per_s = 0.0
+        self._next_step = 0
+        self.steps_done = 0
+        self.replays = 0
+        self._loop_task = asyncio.ensure_future(self._dispatch())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Accepted and not answered yet."""
+        return sum(self._queued.values())
+
+    async def submit(self, batch: Batch) -> torch.Tensor:
+        """The result `(M, K)`. Raises Overloaded, TooLarge, DeadlineExceeded, RankFailed, NotReady."""
+        self._admit(batch)
+        item = Item(batch=batch, future=asyncio.get_running_loop().create_future())
+        self._queued[batch.layer] += batch.num_tokens
+        self._queue.add(item)
+        self._wake.set()
+        try:
+            return await asyncio.wait_for(item.future, batch.deadline - time.monotonic())
+        except TimeoutError:
+            raise self._too_late(item) from None
+        finally:
+            self._queued[batch.layer] -= batch.num_tokens
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait until every accepted request is answered; whether that came to be within `timeout`."""
+        end = time.monotonic() + timeout
+        while len(self._queue) or self._running:
+            self._queue.drop_finished()
+            if time.monotonic() >= end:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def close(self) -> None:
+        """Whoever still waits gets NotReady."""
+        for task in (self._loop_task, *self._running):
+            task.cancel()
+        await asyncio.gather(self._loop_task, *self._running, return_exceptions=True)
+        self._fail(self._queue.items, NotReady("the service has stopped"))
+
+    def _admit(self, batch: Batch) -> None:
+        left = batch.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the deadline passed {-left:.3f} s before the request was queued")
+        queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
+        if batch.num_tokens > limit:
+            raise TooLarge(f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once")
+        if queued + batch.num_tokens > limit:
+            delay = min(max(queued / self._tokens_per_s, 0.05), 5.0) if self._tokens_per_s else 0.5
+            raise Overloaded(
+                f"layer {batch.layer} has {queued} tokens queued, {batch.num_tokens} more would pass the limit of"
+                f" {limit} (scheduler.max_queued_tokens); try again in {delay:.2f} s",
+                retry_after_s=delay,
+            )
+
+    def _too_late(self, item: Item) -> EpserveError:
+        if item.attempts or not self._ranks.serving.is_set():
+            return RankFailed("a rank failed and the deadline came before it was replaced; send the request again")
+        where = "in the queue" if item.taken == 0 else "while its step ran"
+        return DeadlineExceeded(f"the deadline passed {where}")
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._wake.clear()
+            if len(self._running) >= STEPS_IN_FLIGHT or not len(self._queue):
+                await self._wake.wait()
+                continue
+            if not self._ranks.serving.is_set():
+                await self._ranks.serving.wait()
+                continue
+            if not self._running and self._joined_last > 1:
+                # Idle ranks and several clients at work: a short wait joins the next requests of all of them. A lone
+                # client never waits, since nobody would come.
+                await asyncio.sleep(self._config.join_wait_ms / 1000)
+            step = self._queue.take(self._config.max_step_tokens)
+            if step is None:
+                continue
+            self._joined_last = len(step.pieces)
+            task = asyncio.ensure_future(self._execute(step))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            await asyncio.sleep(0)  # the task submits to the ranks before the next step is made
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._running.discard(task)
+        self._wake.set()
+
+    async def _execute(self, step: JoinedStep) -> None:
+        layer, mode, _ = step.key
+        tokens_per_rank = split_evenly(step.num_tokens, self._num_ranks)
+        plan = StepPlan(step=self._next_step, layer=layer, mode=mode, tokens_per_rank=tokens_per_rank)
+        self._next_step += 1
+        start = time.monotonic()
+        try:
+            out_MK = await self._ranks.step(plan, shards(step, tokens_per_rank))
+        except RankFailed as error:
+            self._replay(step, error)
+            return
+        except Exception as error:
+            log.exception("step %d", plan.step)
+            self._fail([piece.item for piece in step.pieces], InternalError(f"step {plan.step}: {error}"))
+            return
+        self.steps_done += 1
+        rate = step.num_tokens / max(time.monotonic() - start, 1e-6)
+        self._tokens_per_s = RATE_DECAY * self._tokens_per_s + (1 - RATE_DECAY) * rate if self._tokens_per_s else rate
+        for item in hand_out(step, out_MK):
+            if not item.future.done():
+                item.future.set_result(item.out_MK)
+
+    def _replay(self, step: JoinedStep, error: RankFailed) -> None:
+        """All rows of the requests again: what other steps had of them counts no more."""
+        again = []
+        for item in dict.fromkeys(piece.item for piece in step.pieces):
+            if item.future.done():
+                continue
+            item.attempts += 1
+            if item.attempts >= MAX_ATTEMPTS:
+                self._fail([item], RankFailed(f"the ranks failed {item.attempts} times on this request: {error}"))
+                continue
+            item.taken = item.done = 0
+            item.out_MK = None
+            again.append(item)
+        self.replays += len(again)
+        self._queue.put_back(again)
+
+    def _fail(self, items, error: EpserveError) -> None:
+        for item in items:
+            if not item.future.done():
+                item.future.set_exception(error)

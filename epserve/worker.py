@@ -1,0 +1,251 @@
+"""One rank as a plain class: its experts, gates and kernel. Knows neither Ray nor gRPC.
+
+worker = Worker(config, ranks)    checks the configuration; no weight is read, nothing is collective
+worker.load()                     reads this rank's experts, gates and shared experts
+worker.warm_up()                  collective: builds the kernel, compiles, runs real steps
+worker.step(plan, x, ids, w)      collective
+worker.regroup(ranks)             after a failure: another process group, the same weights; warm_up() comes next
+worker.close()                    collective
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+
+from epserve import rank_plan
+from epserve.config import Config
+from epserve.errors import InternalError
+from epserve.gate import route
+from epserve.models import LayerWeights, open_checkpoint
+from epserve.modular_kernel import FusedMoEMethodBase, FusedMoEModularKernel, RankContext, Routing
+from epserve.placement import to_physical
+
+WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step, the same on all ranks.
+
+    mode "block": the rank gates its tokens and adds the shared experts. "routed": logical ids and weights come along and
+    only the routed experts run. tokens_per_rank: M of each rank, zero allowed.
+    """
+
+    step: int
+    layer: int
+    mode: str
+    tokens_per_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one rank holds after load(). `experts`: logical ids in slot order. Sizes in bytes."""
+
+    rank: int
+    experts: tuple[int, ...]
+    num_layers: int
+    weights_bytes: int
+    peak_bytes: int
+    seconds: float
+    backends: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Since the start: steps and tokens that this rank finished, and (token, expert) slots that it sent out."""
+
+    steps: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+
+class StepError(InternalError):
+    """A step failed on one rank; `__cause__` says why."""
+
+    def __init__(self, rank: int, step: int, phase: str, cause: str):
+        super().__init__(f"rank {rank}, step {step}, {phase}: {cause}")
+        self.rank, self.step, self.phase = rank, step, phase
+
+    def __reduce__(self):
+        return _rebuild_step_error, (str(self), self.rank, self.step, self.phase)
+
+
+def _rebuild_step_error(text: str, rank: int, step: int, phase: str) -> StepError:
+    error = StepError.__new__(StepError)
+    Exception.__init__(error, text)
+    error.rank, error.step, error.phase = rank, step, phase
+    return error
+
+
+class Worker:
+    """`ranks.group` must be initialised before warm_up() where there are several ranks."""
+
+    def __init__(self, config: Config, ranks: RankContext):
+        """Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read."""
+        self.config, self.ranks = config, ranks
+        self.checkpoint = open_checkpoint(config.model.path, config.model.dtype)
+        self.info = self.checkpoint.info
+        self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
+        self.phase = "idle"
+        self.counters = Counters()
+        self._layers: dict[int, LayerWeights] = {}
+        self._method: FusedMoEMethodBase | None = None
+        self._kernel: FusedMoEModularKernel | None = None
+        self._prepared = False
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Logical ids of this rank's slots."""
+        return self.plan.placement.experts_of(self.ranks.rank)
+
+    def load(self) -> LoadReport:
+        start = time.perf_counter()
+        self.phase = "load"
+        for layer in self.plan.layers:
+            self._layers[layer] = self.checkpoint.load_layer(layer, self.experts, self.ranks.device)
+        self.phase = "idle"
+        return LoadReport(
+            rank=self.ranks.rank,
+            experts=self.experts,
+            num_layers=len(self._layers),
+            weights_bytes=self.weights_bytes,
+            peak_bytes=self._peak_bytes(),
+            seconds=time.perf_counter() - start,
+            backends=(self.plan.chosen.all2all, self.plan.chosen.experts),
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the experts, once each; gates and shared experts are small beside them."""
+        tensors = (tensor for layer in self._layers.values() for tensor in layer.experts.tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def warm_up(self) -> None:
+        """Collective. Builds the kernel, lets it compile and reserve, then runs one small step a layer."""
+        assert self._layers, "load() comes first"
+        self.phase = "warm-up"
+        self._build()
+        assert self._kernel is not None
+        self._kernel.warm_up(next(iter(self._layers.values())).experts)
+        tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
+        shape = self.plan.spec.shape
+        x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
+        counters = self.counters
+        for layer in self._layers:
+            self.step(StepPlan(step=-1, layer=layer, mode="block", tokens_per_rank=tokens), x_MK, None, None)
+        self.counters = counters
+        self.phase = "idle"
+
+    def step(
+        self, plan: StepPlan, x_MK: torch.Tensor, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Collective. `x_MK` `(m, K)` in the model's dtype, on any device; the result `(m, K)` is on the rank's device.
+
+        ids_Mt, weights_Mt: mode "routed" only, int32 logical ids (checked at the door) and float32 weights.
+        Any failure is a StepError that names rank, step and phase: peers then wait for this rank, so leave the group.
+        """
+        self.phase = "check"
+        try:
+            with torch.inference_mode():
+                out_MK = self._step(plan, x_MK, ids_Mt, weights_Mt)
+        except Exception as error:
+            raise StepError(self.ranks.rank, plan.step, self.phase, f"{type(error).__name__}: {error}") from error
+        self.phase = "idle"
+        return out_MK
+
+    def regroup(self, ranks: RankContext) -> None:
+        """Take another process group after the old one failed. Keeps weights, experts object and workspaces."""
+        assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "a rank keeps its place and device"
+        self._leave()
+        self.ranks = ranks
+
+    def close(self) -> None:
+        """Collective. Frees buffers; the process group belongs to whoever made it."""
+        manager = self._method.manager if self._method is not None else None
+        self._layers.clear()
+        self._kernel = self._method = None
+        if manager is not None:
+            manager.destroy()
+
+    def _step(self, plan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
+        weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
+        device, shared = self.ranks.device, None
+        self.phase = "copy in"
+        x_MK = x_MK.to(device, non_blocking=True)
+        self.phase = "gate"
+        if plan.mode == "block":
+            routing, shared = route(x_MK, weights.gate, self.info.gate), weights.shared
+        else:
+            routing = Routing(ids_Mt=ids_Mt.to(device).contiguous(), weights_Mt=weights_Mt.to(device).contiguous())
+        first = sum(plan.tokens_per_rank[: self.ranks.rank])
+        physical = to_physical(routing, self.plan.placement, token_offset=first)
+        self.phase = "experts"
+        out_MK = self._kernel.forward(
+            x_MK, physical, weights=weights.experts, tokens_per_rank=plan.tokens_per_rank, shared_experts=shared
+        )
+        done = self.counters
+        self.counters = Counters(
+            steps=done.steps + 1, tokens=done.tokens + x_MK.shape[0], slots=done.slots + routing.ids_Mt.numel()
+        )
+        return out_MK
+
+    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> LayerWeights:
+        """The plan against what came: a mismatch here is a defect of the scheduler, not of a caller."""
+        rank, shape = self.ranks.rank, self.plan.spec.shape
+        if self._kernel is None:
+            raise InternalError("the kernel is not built: warm_up() comes before step()")
+        if plan.layer not in self._layers:
+            raise InternalError(f"layer {plan.layer} is not loaded (loaded: {sorted(self._layers)})")
+        if len(plan.tokens_per_rank) != self.ranks.world_size:
+            raise InternalError(f"plan for {len(plan.tokens_per_rank)} ranks, there are {self.ranks.world_size}")
+        expected = (plan.tokens_per_rank[rank], shape.hidden)
+        if tuple(x_MK.shape) != expected or x_MK.dtype != shape.dtype:
+            raise InternalError(f"hidden states {tuple(x_MK.shape)} {x_MK.dtype}, planned {expected} {shape.dtype}")
+        if plan.mode not in ("block", "routed"):
+            raise InternalError(f"mode {plan.mode!r} is not 'block' or 'routed'")
+        if (plan.mode == "routed") != (ids_Mt is not None and weights_Mt is not None):
+            raise InternalError(f"mode {plan.mode!r} with ids {ids_Mt is not None}, weights {weights_Mt is not None}")
+        return self._layers[plan.layer]
+
+    def _build(self) -> None:
+        """The kernel on the present group. The experts object and its workspaces outlive a regroup."""
+        if self._kernel is not None:
+            return
+        options = rank_plan.kernel_options(self.config)
+        if self._method is None:
+            self._method = self.plan.method(self.plan.spec, self.plan.chosen.as_backends())
+            self._kernel = self._method.init_prepare_finalize(self.ranks, options)
+        else:
+            prepare_finalize = self._method.maybe_make_prepare_finalize(self.ranks, options)
+            old = self._method.kernel
+            assert prepare_finalize is not None and old is not None
+            self._kernel = FusedMoEModularKernel(prepare_finalize, old.fused_experts, workspaces=old.workspaces)
+            self._method.kernel = self._kernel
+        if not self._prepared:
+            self._layers = {
+                layer: _with_experts(weights, self._method.process_weights_after_loading(weights.experts))
+                for layer, weights in self._layers.items()
+            }
+            self._prepared = True
+
+    def _leave(self) -> None:
+        if self._method is None or self._kernel is None:
+            return
+        self._kernel = None
+        manager, self._method.manager = self._method.manager, None
+        if manager is not None:
+            manager.abandon()
+            manager.destroy()
+
+    def _peak_bytes(self) -> int:
+        if self.ranks.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.ranks.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _with_experts(layer: LayerWeights, weights) -> LayerWeights:
+    return LayerWeights(experts=weights, gate=layer.gate, shared=layer.shared)

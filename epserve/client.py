@@ -15,17 +15,17 @@ import concurrent.futures
 import random
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from epserve.errors import CallerError, ConfigError, DeadlineExceeded, EpserveError, InternalError, NotReady
+from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, InternalError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
+from epserve.serving.exchange import OutgoingRequest, ReplyAssembly
 
 POLL_S = 0.1
 
@@ -85,65 +85,6 @@ class ClientOptions:
         return options
 
 
-class _Request:
-    """A forward call, encoded once however often it is sent."""
-
-    def __init__(self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str):
-        if (topk_ids is None) != (topk_weights is None):
-            raise CallerError("topk_ids and topk_weights come together, or neither")
-        values = {pb.HIDDEN_STATES: hidden, pb.TOPK_IDS: topk_ids, pb.TOPK_WEIGHTS: topk_weights}
-        self.tensors = {
-            which: wire.encode(value, wire.FIELDS[which]) for which, value in values.items() if value is not None
-        }
-        self.like = hidden
-        self.header = pb.ForwardRequest(request_id=request_id, layer=layer)
-        self.small = wire.fits_one_message(tuple(self.tensors.values()))
-
-    def message(self) -> pb.ForwardRequest:
-        return wire.request_message(self.tensors, self.header, inline=True)
-
-    def frames(self, timeout_s: float) -> Iterator[pb.RequestFrame]:
-        self.header.timeout_ms = max(1, round(timeout_s * 1000))
-        return wire.request_frames(0, self.tensors, self.header)
-
-    def result(self, reply: pb.ForwardReply) -> Any:
-        return self._decode(reply.hidden_states.data, reply.hidden_states)
-
-    def _decode(self, buffer: bytes | bytearray, header: pb.Tensor) -> Any:
-        if wire.is_torch(self.like):
-            return wire.decode(buffer, header, as_torch=True).to(self.like.device)
-        return wire.decode(buffer, header, as_torch=False)
-
-    def collect(self, assembly: _ReplyAssembly) -> Any:
-        return self._decode(assembly.buffer(), assembly.header)
-
-
-class _ReplyAssembly:
-    """The frames of one reply."""
-
-    def __init__(self, request: _Request):
-        self._expected = len(request.tensors[pb.HIDDEN_STATES].data)
-        self._assembly: wire.Assembly | None = None
-        self.header = pb.Tensor()
-
-    def add(self, frame: pb.ReplyFrame) -> bool:
-        """True when the reply is complete. Raises the failure that a frame brings."""
-        kind = frame.WhichOneof("body")
-        if kind == "failure":
-            raise status.error_of(frame.failure)
-        if kind == "begin":
-            self.header = frame.begin.hidden_states
-            self._assembly = wire.Assembly({pb.HIDDEN_STATES: self._expected})
-            self._assembly.add(pb.HIDDEN_STATES, self.header.data)
-        elif kind == "part" and self._assembly is not None:
-            self._assembly.add(frame.part.field, frame.part.data)
-        return self._assembly is not None and self._assembly.done
-
-    def buffer(self) -> bytes | bytearray:
-        assert self._assembly is not None
-        return self._assembly.finish().get(pb.HIDDEN_STATES, b"")
-
-
 class _Attempts:
     """When to send a call again."""
 
@@ -168,10 +109,15 @@ class _Attempts:
 
 
 class Client:
-    """Blocking calls over one channel; safe to share between threads. `target`: "host:port"."""
+    """Blocking calls over one channel; safe to share between threads.
 
-    def __init__(self, target: str, options: ClientOptions | None = None):
-        self.target, self.options = target, options or ClientOptions()
+    `target`: "host:port". `token` and `tls_ca` stand for the options that most set-ups need.
+    """
+
+    def __init__(
+        self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
+    ):
+        self.target, self.options = target, _options(options, token, tls_ca)
         if self.options.tls is None:
             self._channel = grpc.insecure_channel(target, options=self.options.channel_options())
         else:
@@ -185,7 +131,7 @@ class Client:
         timeout: float | None = None, request_id: str = "",
     ) -> Any:  # fmt: skip
         """The layer's output for `hidden` (tokens, hidden size): same kind, dtype and device. Raises EpserveError."""
-        request = _Request(layer, hidden, topk_ids, topk_weights, request_id=request_id)
+        request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
         return self._forward(request, self._timeout(timeout), _Cancellation())
 
     def forward_async(
@@ -193,7 +139,7 @@ class Client:
         timeout: float | None = None, request_id: str = "",
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
-        request = _Request(layer, hidden, topk_ids, topk_weights, request_id=request_id)
+        request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
         future = _ForwardFuture()
         self._pool.submit(future.run, self._forward, request, self._timeout(timeout))
         return future
@@ -241,7 +187,7 @@ class Client:
                 wait = attempts.wait_after(_mapped(error))
             time.sleep(wait)
 
-    def _forward(self, request: _Request, timeout_s: float, cancellation: _Cancellation) -> Any:
+    def _forward(self, request: OutgoingRequest, timeout_s: float, cancellation: _Cancellation) -> Any:
         attempts = _Attempts(self.options.retry, timeout_s)
         once = self._unary if request.small else self._framed
         while True:
@@ -255,20 +201,20 @@ class Client:
             if cancellation.event.wait(wait):
                 cancellation.check()
 
-    def _unary(self, request: _Request, timeout_s: float, cancellation: _Cancellation) -> Any:
+    def _unary(self, request: OutgoingRequest, timeout_s: float, cancellation: _Cancellation) -> Any:
         call = self._stub.Forward.future(request.message(), timeout=timeout_s, metadata=self.options.metadata)
         cancellation.watch(call)
         return request.result(call.result())
 
-    def _framed(self, request: _Request, timeout_s: float, cancellation: _Cancellation) -> Any:
+    def _framed(self, request: OutgoingRequest, timeout_s: float, cancellation: _Cancellation) -> Any:
         frames = request.frames(timeout_s)
         call = self._stub.ForwardStream(frames, timeout=timeout_s, metadata=self.options.metadata)
         cancellation.watch(call)
-        assembly = _ReplyAssembly(request)
+        assembly = ReplyAssembly(request)
         try:
             for frame in call:
                 if assembly.add(frame):
-                    return request.collect(assembly)
+                    return assembly.result()
         finally:
             call.cancel()  # after a refusal the rest of the request need not be sent; after the reply it does nothing
         raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
@@ -277,8 +223,10 @@ class Client:
 class AsyncClient:
     """The same for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
 
-    def __init__(self, target: str, options: ClientOptions | None = None):
-        self.target, self.options = target, options or ClientOptions()
+    def __init__(
+        self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
+    ):
+        self.target, self.options = target, _options(options, token, tls_ca)
         if self.options.tls is None:
             self._channel = grpc.aio.insecure_channel(target, options=self.options.channel_options())
         else:
@@ -290,7 +238,7 @@ class AsyncClient:
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
     ) -> Any:  # fmt: skip
-        request = _Request(layer, hidden, topk_ids, topk_weights, request_id=request_id)
+        request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
         attempts = _Attempts(self.options.retry, self._timeout(timeout))
         once = self._unary if request.small else self._framed
         while True:
@@ -321,7 +269,7 @@ class AsyncClient:
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -341,18 +289,18 @@ class AsyncClient:
                 wait = attempts.wait_after(_mapped(error))
             await asyncio.sleep(wait)
 
-    async def _unary(self, request: _Request, timeout_s: float) -> Any:
+    async def _unary(self, request: OutgoingRequest, timeout_s: float) -> Any:
         message = request.message()
         return request.result(await self._stub.Forward(message, timeout=timeout_s, metadata=self.options.metadata))
 
-    async def _framed(self, request: _Request, timeout_s: float) -> Any:
+    async def _framed(self, request: OutgoingRequest, timeout_s: float) -> Any:
         frames = request.frames(timeout_s)
         call = self._stub.ForwardStream(frames, timeout=timeout_s, metadata=self.options.metadata)
-        assembly = _ReplyAssembly(request)
+        assembly = ReplyAssembly(request)
         try:
             async for frame in call:
                 if assembly.add(frame):
-                    return request.collect(assembly)
+                    return assembly.result()
         finally:
             call.cancel()
         raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
@@ -393,7 +341,7 @@ class _ForwardFuture(concurrent.futures.Future):
             self._cancellation.cancel()
         return cancelled
 
-    def run(self, function: Any, request: _Request, timeout_s: float) -> None:
+    def run(self, function: Any, request: OutgoingRequest, timeout_s: float) -> None:
         if self.cancelled():
             return
         result, error = None, None
@@ -425,6 +373,13 @@ class _Readiness:
             raise DeadlineExceeded(
                 f"{self._target} is not serving after {self._timeout_s:g} s; last seen: {self._last}"
             )
+
+
+def _options(options: ClientOptions | None, token: str | None, tls_ca: Path | None) -> ClientOptions:
+    options = options or ClientOptions()
+    if token is not None:
+        options = replace(options, token=token)
+    return options if tls_ca is None else replace(options, tls=replace(options.tls or Tls(), ca=tls_ca))
 
 
 def _mapped(error: grpc.RpcError) -> EpserveError:

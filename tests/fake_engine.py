@@ -21,7 +21,7 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
-from epserve.runtime.engine import Batch
+from epserve.runtime.planning import Batch
 from experts.loop import LoopExperts
 
 Compute = Callable[[Batch], Awaitable[torch.Tensor]]
@@ -54,6 +54,10 @@ class FakeEngine:
         self._state = "serving"
         self._callbacks: list[Callable] = []
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.info.layers
+
     async def forward(self, batch: Batch) -> torch.Tensor:
         if self._state != "serving":
             raise NotReady(f"the engine is {self._state}")
@@ -80,10 +84,26 @@ class FakeEngine:
 
     def status(self) -> SimpleNamespace:
         rank = SimpleNamespace(
-            rank=0, node="here", pid=1, device="cpu", gpu_uuid="", experts=8, tokens_done=5, weights_bytes=77
+            rank=0,
+            node="here",
+            pid=1,
+            device="cpu",
+            gpu_uuid="",
+            experts=(0, 1),
+            tokens_done=5,
+            weights_bytes=77,
+            alive=True,
+            phase="idle",
         )
         return SimpleNamespace(
-            state=self._state, generation=1, steps=len(self.seen), ranks=(rank,), queue_tokens=0, backends=("local",)
+            state=self._state,
+            generation=1,
+            steps=len(self.seen),
+            ranks=(rank,),
+            queue_tokens=0,
+            backends="local",
+            recoveries=0,
+            replayed_requests=0,
         )
 
 

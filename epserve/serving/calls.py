@@ -9,13 +9,16 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded, EpserveError, NotReady, Overloaded
-from epserve.runtime.engine import Batch, Engine
+from epserve.runtime.planning import Batch
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
+
+if TYPE_CHECKING:
+    from epserve.runtime.engine import Engine  # imports Ray; the front end needs its methods only
 
 log = logging.getLogger("epserve.serving")
 
@@ -28,7 +31,7 @@ class Calls:
 
     def __init__(self, engine: Engine, limits: ServerConfig, default_deadline_s: float):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
-        self.door = codec.Door(engine.info, limits)
+        self.door = codec.Door(engine.info, engine.layers, limits)
         self.in_flight = 0
         self.buffered_bytes = 0
         self.draining = asyncio.Event()
@@ -76,7 +79,7 @@ class Calls:
                 self._idle.set()
 
     async def run(
-        self, checked: codec.CheckedRequest, buffers: Mapping[int, bytes | bytearray], deadline: float, client: str
+        self, checked: codec.CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray], deadline: float, client: str
     ) -> tuple[wire.WireTensor, pb.ForwardReply]:
         """The result and a reply that still lacks it. Raises EpserveError, or whatever a defect raises."""
         started = time.perf_counter()

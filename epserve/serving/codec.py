@@ -15,6 +15,7 @@ import torch
 
 from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
+from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
@@ -33,8 +34,8 @@ class CheckedRequest:
     request_id: str
     layer: int
     tokens: int
-    headers: Mapping[int, pb.Tensor]
-    sizes: Mapping[int, int]
+    headers: Mapping[pb.Field, pb.Tensor]
+    sizes: Mapping[pb.Field, int]
 
     @property
     def nbytes(self) -> int:
@@ -51,15 +52,14 @@ class DecodedRequest:
 
 
 class Door:
-    """`info`: the served model's sizes (epserve.models.ModelInfo); `limits`: the server's configuration."""
+    """`layers`: those that are served, perhaps not all of the model's."""
 
-    def __init__(self, info: Any, limits: ServerConfig):
-        self.info, self.limits = info, limits
-        self._layers = frozenset(info.layers)
+    def __init__(self, info: ModelInfo, layers: tuple[int, ...], limits: ServerConfig):
+        self.info, self.layers, self.limits = info, layers, limits
 
     def check(self, request: pb.ForwardRequest, request_id: str) -> CheckedRequest:
-        if request.layer not in self._layers:
-            served = _ranges(self.info.layers)
+        if request.layer not in self.layers:
+            served = _ranges(self.layers)
             raise UnknownLayer(
                 f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})"
             )
@@ -100,7 +100,7 @@ class Door:
             )
         return tokens
 
-    def _check_routing_headers(self, headers: Mapping[int, pb.Tensor], tokens: int) -> None:
+    def _check_routing_headers(self, headers: Mapping[pb.Field, pb.Tensor], tokens: int) -> None:
         _check_dtype("topk_ids", headers[pb.TOPK_IDS], ID_DTYPES)
         _check_dtype("topk_weights", headers[pb.TOPK_WEIGHTS], WEIGHT_DTYPES)
         for which in (pb.TOPK_IDS, pb.TOPK_WEIGHTS):
@@ -116,7 +116,7 @@ class Door:
             text = f"topk_weights: shape {weights} differs from the shape {ids} of topk_ids"
             raise InvalidRequest(text, field="topk_weights")
 
-    def decode(self, checked: CheckedRequest, buffers: Mapping[int, bytes | bytearray]) -> DecodedRequest:
+    def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray]) -> DecodedRequest:
         """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range."""
         hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES).to(self.info.dtype)
         if not _all_finite(hidden):
@@ -135,7 +135,9 @@ class Door:
             weights=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
         )
 
-    def _tensor(self, checked: CheckedRequest, buffers: Mapping[int, bytes | bytearray], which: int) -> torch.Tensor:
+    def _tensor(
+        self, checked: CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray], which: pb.Field
+    ) -> torch.Tensor:
         return wire.decode(buffers.get(which, b""), checked.headers[which], as_torch=True)
 
 

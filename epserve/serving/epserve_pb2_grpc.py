@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ExpertsStub:
-    """Missing associated documentation comment in .proto file."""
+    """The expert layers of one model.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class ExpertsStub:
 
 
 class ExpertsServicer:
-    """Missing associated documentation comment in .proto file."""
+    """The expert layers of one model.
+    """
 
     def Forward(self, request, context):
         """One request, one reply. Best below 1 MiB: gRPC moves one message of 16 MB about ten times slower than 1 MiB frames.
@@ -123,7 +125,8 @@ def add_ExpertsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Experts:
-    """Missing associated documentation comment in .proto file."""
+    """The expert layers of one model.
+    """
 
     @staticmethod
     def Forward(request,

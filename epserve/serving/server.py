@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -12,12 +13,14 @@ from grpc_reflection.v1alpha import reflection
 
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError
-from epserve.runtime.engine import Engine
 from epserve.serving import auth, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.calls import Calls
 from epserve.serving.servicer import ExpertsServicer
+
+if TYPE_CHECKING:
+    from epserve.runtime.engine import Engine
 
 log = logging.getLogger("epserve.serving")
 
@@ -36,7 +39,7 @@ class Server:
         self._port = 0
         self._server: grpc.aio.Server | None = None
         self._calls: Calls | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         self._publishing: set[asyncio.Task[None]] = set()
 
     @property
@@ -70,8 +73,7 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
         await self._publish_health()
-        loop = asyncio.get_running_loop()
-        self._engine.on_state_change(lambda *_: loop.call_soon_threadsafe(self._health_changed))
+        self._engine.on_state_change(self._health_changed)
         await server.start()
         self._server = server
         log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, bool(interceptors))
@@ -93,7 +95,7 @@ class Server:
         if self._server is not None:
             await self._server.wait_for_termination()
 
-    def _health_changed(self) -> None:
+    def _health_changed(self, state: str) -> None:
         task = asyncio.get_running_loop().create_task(self._publish_health())
         self._publishing.add(task)
         task.add_done_callback(self._publishing.discard)

@@ -33,8 +33,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             with self._calls.admitted(checked):
                 for which, tensor in checked.headers.items():
                     assembly.add(which, tensor.data)
-                tensor, reply = await self._calls.run(checked, assembly.finish(), deadline, context.peer())
-                reply.hidden_states.CopyFrom(tensor.message())
+                result, reply = await self._calls.run(checked, assembly.finish(), deadline, context.peer())
+                reply.hidden_states.CopyFrom(result.message())
                 return reply
         except Exception as error:
             await status.abort(context, status.failure_of(error, request_id))
@@ -52,7 +52,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             num_experts=info.num_experts,
             top_k=info.top_k,
             dtype=wire.DTYPES[str(info.dtype).removeprefix("torch.")],
-            layers=info.layers,
+            layers=self._calls.engine.layers,
             activation=info.activation.kind,
             scoring=info.gate.scoring,
             shared_intermediate=info.shared_intermediate,
@@ -75,6 +75,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 experts=rank.experts,
                 tokens_done=rank.tokens_done,
                 weights_bytes=rank.weights_bytes,
+                alive=rank.alive,
+                phase=rank.phase,
             )
             for rank in engine.ranks
         ]
@@ -85,6 +87,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             ranks=ranks,
             queue_tokens=engine.queue_tokens,
             backends=engine.backends,
+            recoveries=engine.recoveries,
+            replayed_requests=engine.replayed_requests,
             calls_in_flight=self._calls.in_flight,
             buffered_bytes=self._calls.buffered_bytes,
             uptime_s=time.monotonic() - self._started,

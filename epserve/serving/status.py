@@ -63,7 +63,7 @@ async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoRet
 
 def failure_of_rpc(error: Any) -> pb.Failure:
     """The failure that an RPC error stands for (`grpc.RpcError` with code, details and trailing metadata)."""
-    metadata = {key: value for key, value in error.trailing_metadata() or ()}
+    metadata = dict(error.trailing_metadata() or ())
     code, details = error.code().name, error.details() or ""
     failure = pb.Failure(code=code, message=details, retryable=code in ("UNAVAILABLE", "CANCELLED"))
     if "epserve-error" in metadata:

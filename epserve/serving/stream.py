@@ -46,7 +46,7 @@ class StreamSession:
         self._client = context.peer()
         self._slots = asyncio.Semaphore(calls.limits.max_in_flight_per_stream)
         self._writing = asyncio.Lock()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._broken = asyncio.get_running_loop().create_future()
         self._running: dict[int, tuple[_Call, asyncio.Task[None]]] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._assembling: _Call | None = None
@@ -84,7 +84,7 @@ class StreamSession:
         return {*(task for _, task in self._running.values()), *self._failing}
 
     async def _read(self) -> None:
-        while (frame := await self._context.read()) is not grpc.aio.EOF:
+        while (frame := await self._context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
             while len(self._failing) >= self._calls.limits.max_in_flight_per_stream:  # a client that does not read
                 await asyncio.wait(self._failing, return_when=asyncio.FIRST_COMPLETED)
             match frame.WhichOneof("body"):

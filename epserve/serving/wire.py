@@ -100,16 +100,16 @@ def num_bytes(tensor: pb.Tensor) -> int:
 class Assembly:
     """Collects the bytes of the tensors of one message. Sizes come from a checked header and are never exceeded."""
 
-    def __init__(self, sizes: Mapping[int, int]):
+    def __init__(self, sizes: Mapping[pb.Field, int]):
         self._sizes = dict(sizes)
-        self._buffers: dict[int, bytes | bytearray] = {}
+        self._buffers: dict[pb.Field, bytes | bytearray] = {}
         self._filled = dict.fromkeys(sizes, 0)
 
     @property
     def done(self) -> bool:
         return self._filled == self._sizes
 
-    def add(self, which: int, data: bytes) -> None:
+    def add(self, which: pb.Field, data: bytes) -> None:
         """Append to one tensor. Raises InvalidRequest for bytes that the header did not declare."""
         name = FIELDS.get(which, f"field {which}")
         if which not in self._sizes:
@@ -126,7 +126,7 @@ class Assembly:
             memoryview(buffer)[start:stop] = data
         self._filled[which] = stop
 
-    def finish(self) -> dict[int, bytes | bytearray]:
+    def finish(self) -> dict[pb.Field, bytes | bytearray]:
         """Field -> buffer. Raises InvalidRequest when bytes are missing."""
         for which, size in self._sizes.items():
             if self._filled[which] != size:
@@ -140,14 +140,16 @@ def fits_one_message(tensors: Sequence[WireTensor]) -> bool:
     return sum(len(tensor.data) for tensor in tensors) <= FRAME_BYTES
 
 
-def parts(tensors: Mapping[int, WireTensor]) -> Iterator[pb.Part]:
+def parts(tensors: Mapping[pb.Field, WireTensor]) -> Iterator[pb.Part]:
     """The bytes of all tensors in pieces of at most FRAME_BYTES."""
     for which, tensor in tensors.items():
         for start in range(0, len(tensor.data), FRAME_BYTES):
             yield pb.Part(field=which, data=bytes(tensor.data[start : start + FRAME_BYTES]))
 
 
-def request_message(tensors: Mapping[int, WireTensor], header: pb.ForwardRequest, *, inline: bool) -> pb.ForwardRequest:
+def request_message(
+    tensors: Mapping[pb.Field, WireTensor], header: pb.ForwardRequest, *, inline: bool
+) -> pb.ForwardRequest:
     """`header` (id, layer, timeout) with its tensors; `inline` false: without their bytes, which follow in parts."""
     message = pb.ForwardRequest()
     message.CopyFrom(header)
@@ -157,7 +159,7 @@ def request_message(tensors: Mapping[int, WireTensor], header: pb.ForwardRequest
 
 
 def request_frames(
-    call: int, tensors: Mapping[int, WireTensor], header: pb.ForwardRequest
+    call: int, tensors: Mapping[pb.Field, WireTensor], header: pb.ForwardRequest
 ) -> Iterator[pb.RequestFrame]:
     inline = fits_one_message(tuple(tensors.values()))
     yield pb.RequestFrame(call=call, begin=request_message(tensors, header, inline=inline))
@@ -176,6 +178,6 @@ def reply_frames(call: int, tensor: WireTensor, reply: pb.ForwardReply) -> Itera
             yield pb.ReplyFrame(call=call, part=part)
 
 
-def declared(request: pb.ForwardRequest) -> dict[int, pb.Tensor]:
+def declared(request: pb.ForwardRequest) -> dict[pb.Field, pb.Tensor]:
     """Field -> the tensor messages that are there."""
     return {which: getattr(request, name) for which, name in FIELDS.items() if request.HasField(name)}

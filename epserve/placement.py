@@ -28,6 +28,7 @@ class Placement:
     physical_to_logical: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     """Of each logical expert: its physical slots, ascending."""
+    is_identity: bool = field(init=False, repr=False)
     _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
@@ -45,6 +46,7 @@ class Placement:
         if homeless:
             raise ConfigError(f"experts without a slot: {homeless}")
         object.__setattr__(self, "replicas", tuple(map(tuple, slots)))
+        object.__setattr__(self, "is_identity", self.physical_to_logical == tuple(range(self.num_logical)))
 
     @classmethod
     def identity(cls, num_experts: int, ranks: int | Sequence[int]) -> Placement:
@@ -56,10 +58,6 @@ class Placement:
                 f" make it add up to {num_experts} or leave it empty"
             )
         return cls(num_logical=num_experts, layout=layout, physical_to_logical=tuple(range(num_experts)))
-
-    @property
-    def is_identity(self) -> bool:
-        return self.physical_to_logical == tuple(range(self.num_logical))
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Logical ids of the experts that `rank` holds, in slot order: what a checkpoint loads for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epserve import __version__
+from epserve import __version__, cluster_cli
 from epserve.errors import EpserveError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     add_completion=False,
 )
+app.add_typer(cluster_cli.app, name="cluster")
 
 
 @app.callback(invoke_without_command=True)
@@ -154,6 +156,8 @@ def demo(
 
 def main() -> None:
     """Entry point: the user's own mistakes end in one message, without a traceback."""
+    # Ray forks while our gRPC threads run; its children exec at once, so gRPC's fork handlers only warn. Read at import.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         app()
     except EpserveError as error:

@@ -1,0 +1,168 @@
+"""A Ray cluster file, checked at the door: against Ray's own schema, and for what `ray up` would accept and then not do.
+
+What Ray does not know stands under `metadata.epserve`, a field that Ray leaves alone, so that plain `ray up FILE` works too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epserve.errors import ConfigError
+
+TOKEN = "~/.ray/auth_token"  # where Ray looks for it on a node
+
+
+class Settings(BaseModel):
+    """`metadata.epserve` of a cluster file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    service: Path | None = None
+    """The service's configuration on this machine, relative to the cluster file; none: Ray only."""
+    up_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """How long `ray up` may take: instances, file mounts, setup commands of the head."""
+    join_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long the workers may take after that: their setup commands included."""
+    min_free_disk_gib: Annotated[float, Field(ge=0)] = 5.0
+    """On /tmp of each node: Ray's logs and spilled objects."""
+    max_clock_skew_s: Annotated[float, Field(gt=0)] = 5.0
+    """Between a node and this machine; above it tokens, certificates and deadlines misbehave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    path: Path
+    name: str
+    provider: str
+    head_ip: str
+    """Provider local only; elsewhere the cloud decides, and it is empty."""
+    worker_ips: tuple[str, ...]
+    num_nodes: int
+    port: int
+    ssh_user: str
+    ssh_key: Path
+    ssh_proxy: str
+    token_file: Path | None
+    settings: Settings
+
+    @property
+    def local(self) -> bool:
+        return self.provider == "local"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return (self.head_ip, *self.worker_ips)
+
+    @property
+    def service(self) -> Path | None:
+        configured = self.settings.service
+        return None if configured is None else (self.path.parent / configured.expanduser()).resolve()
+
+
+def load_cluster_file(path: str | Path) -> ClusterFile:
+    """Raises ConfigError with every problem; touches no network."""
+    path = Path(path).resolve()
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"cluster file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
+    problems = schema_problems(data) or _problems(data)
+    if problems:
+        raise ConfigError(f"{path}:" + "".join(f"\n  - {problem}" for problem in problems))
+    provider, auth = data["provider"], data["auth"]
+    local = provider["type"] == "local"
+    workers = tuple(provider.get("worker_ips", ())) if local else ()
+    token = data.get("file_mounts", {}).get(TOKEN)
+    return ClusterFile(
+        path=path,
+        name=data["cluster_name"],
+        provider=provider["type"],
+        head_ip=provider["head_ip"] if local else "",
+        worker_ips=workers,
+        num_nodes=1 + (len(workers) if local else _min_workers(data)),
+        port=_port(data),
+        ssh_user=auth["ssh_user"],
+        ssh_key=_at(auth["ssh_private_key"]),
+        ssh_proxy=auth.get("ssh_proxy_command", ""),
+        token_file=_at(token) if token else None,
+        settings=_settings(data, path),
+    )
+
+
+def schema_problems(data: Any) -> list[str]:
+    """What Ray's own schema says about a cluster file, one line each."""
+    import jsonschema
+
+    spec = importlib.util.find_spec("ray")  # found, not imported: importing Ray takes a second
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("Ray is not installed here: pip install ray")
+    schema = Path(next(iter(spec.submodule_search_locations))) / "autoscaler" / "ray-schema.json"
+    validator = jsonschema.Draft7Validator(json.loads(schema.read_text()))
+    errors = sorted(validator.iter_errors(data), key=lambda error: [str(part) for part in error.absolute_path])
+    return [f"{'.'.join(str(part) for part in error.absolute_path) or 'file'}: {error.message}" for error in errors]
+
+
+def _problems(data: dict[str, Any]) -> list[str]:
+    """Traps that the schema lets through."""
+    problems = []
+    provider, auth = data["provider"], data.get("auth", {})
+    for key in ("ssh_user", "ssh_private_key"):
+        if key not in auth:
+            problems.append(f"auth.{key}: needed, to reach the nodes")
+    if provider["type"] == "local":
+        head, workers = provider.get("head_ip"), provider.get("worker_ips", [])
+        if not head:
+            problems.append("provider.head_ip: needed with provider local")
+        every = [head, *workers]
+        for address in sorted({str(address) for address in every if every.count(address) > 1}):
+            problems.append(f"provider: {address} is listed twice; Ray knows a node by its address")
+        wanted = len(workers)
+        for key in ("min_workers", "max_workers"):
+            if data.get(key, wanted) != wanted:
+                problems.append(
+                    f"{key}: {data[key]}, but worker_ips lists {wanted}: {key} must be {wanted} or left out"
+                )
+    elif _min_workers(data) == 0 and "head_node_type" not in data:
+        problems.append("available_node_types: no node type is asked for")
+    if TOKEN not in data.get("file_mounts", {}) and "RAY_AUTH_MODE=disabled" not in yaml.safe_dump(data, width=10**6):
+        problems.append(
+            f"file_mounts: {TOKEN} is missing, and a Ray cluster without a token runs any code that its network sends;"
+            " mount a token, or write RAY_AUTH_MODE=disabled into the setup commands"
+        )
+    return problems
+
+
+def _min_workers(data: dict[str, Any]) -> int:
+    head = data.get("head_node_type")
+    kinds = data.get("available_node_types", {}).items()
+    return sum(kind.get("min_workers", 0) for name, kind in kinds if name != head)
+
+
+def _port(data: dict[str, Any]) -> int:
+    found = re.search(r"--port[= ](\d+)", " ".join(data.get("head_start_ray_commands", [])))
+    return int(found.group(1)) if found else 6379
+
+
+def _at(value: str) -> Path:
+    """As Ray takes it: relative to the working directory."""
+    return Path(value).expanduser().resolve()
+
+
+def _settings(data: dict[str, Any], path: Path) -> Settings:
+    try:
+        return Settings.model_validate(data.get("metadata", {}).get("epserve", {}))
+    except ValidationError as error:
+        lines = "".join(
+            f"\n  - metadata.epserve.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
+        )
+        raise ConfigError(f"{path}:{lines}\n  known keys: {', '.join(Settings.model_fields)}") from None

@@ -1,0 +1,258 @@
+"""`epserve cluster up | status | logs | down`: what each does, in order.
+
+`up`: look at every node, run `ray up`, wait until every node has joined or say which did not and why, then start the service
+on the head or refuse with the reason. `down`: the service first, then Ray on the workers, then on the head.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from epserve.config import Config, load_config
+from epserve.errors import ClusterError, ConfigError
+
+from .diagnosis import check_nodes, check_resources, why_missing
+from .file import ClusterFile
+from .ssh import Ssh, each
+
+HOME = Path("~/.epserve")  # of the operator and of the head: one folder a cluster
+JOIN_SLICE_S = 15.0  # one wait on the head; between two of them the missing nodes are looked at
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What `epserve cluster status` prints. `nodes`: address -> what Ray says; `facts`: address -> probe or error."""
+
+    up: bool
+    nodes: dict[str, dict[str, Any]]
+    facts: dict[str, Any]
+    service: dict[str, Any] | None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        ready = self.service is None or bool(self.service["ready"])
+        return self.up and ready and not self.problems
+
+
+class Cluster:
+    """One cluster file and its nodes."""
+
+    def __init__(self, file: ClusterFile, *, say: Say = print):
+        self.file, self.say = file, say
+        self.home = HOME.expanduser() / file.name
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        known = self.home / "known_hosts"
+        self.ssh = Ssh(user=file.ssh_user, key=file.ssh_key, known_hosts=known, proxy=file.ssh_proxy)
+        self.remote = str(HOME / file.name)
+
+    def up(self, *, restart: bool = False, restart_service: bool = False, check: bool = True) -> dict[str, Any]:
+        """Returns the service's ready record (host, port, pid; empty without a service). Raises ClusterError.
+
+        restart: restart Ray, and with it every actor, where it already runs. restart_service: only the service.
+        """
+        service = self._service_config()  # a wrong configuration is said before anything is started
+        running = self._before(service, check=check)
+        self._make_token()
+        if running and not restart:
+            self.say("Ray is already up: it and its actors are left alone")
+        self._ray_up(no_restart=running and not restart)
+        nodes = self._join()
+        if service is None:
+            return {}
+        check_resources(service, nodes)
+        return self._start(service, restart=restart_service or restart)
+
+    def status(self) -> Status:
+        gcs, nodes = self._gcs(), {}
+        facts = each(self._addresses(), lambda host: self.ssh.call(host, "probe", gcs=gcs))
+        problems = [str(fact) for fact in facts.values() if isinstance(fact, ClusterError)]
+        head = facts.get(self._head())
+        up = isinstance(head, dict) and head["ray"]
+        if up:
+            nodes = self.ssh.call(self._head(), "nodes", gcs=gcs, count=0, timeout=0, wait=60)["nodes"]
+            problems += check_nodes({host: fact for host, fact in facts.items() if isinstance(fact, dict)}, self.file)
+            alive = sum(node["alive"] for node in nodes.values())
+            if alive < self.file.num_nodes:
+                problems.append(f"{alive} of {self.file.num_nodes} nodes are alive")
+        service = None
+        if self.file.service is not None and isinstance(head, dict):
+            service = self.ssh.call(self._head(), "service", folder=self.remote)
+        return Status(up=up, nodes=nodes, facts=facts, service=service, problems=problems)
+
+    def logs(self, lines: int = 100) -> str:
+        return self.ssh.call(self._head(), "log", folder=self.remote, lines=lines)["text"]
+
+    def down(self, *, grace: float = 5.0) -> list[str]:
+        """Stop everything that belongs to this cluster; returns what could not be stopped, one line each."""
+        if not self.file.local:
+            self._cloud_down()
+            return []
+        head, gcs, problems = self.file.head_ip, self._gcs(), []
+
+        def stop(host: str) -> dict[str, Any]:
+            return self.ssh.call(host, "stop-ray", gcs=gcs)
+
+        def stop_head(host: str) -> int:
+            return self.ssh.call(host, "stop-service", folder=self.remote, grace=grace, wait=grace + 30)["stopped"]
+
+        for host, stopped in each([head], stop_head).items():
+            if isinstance(stopped, ClusterError):
+                problems.append(str(stopped))
+            else:
+                self.say(f"{host}: the service is stopped" if stopped else f"{host}: no service was running")
+        for group in (self.file.worker_ips, (head,)):  # a worker without its head would wait a minute for it
+            for host, found in each(group, stop).items():
+                if isinstance(found, ClusterError):
+                    problems.append(str(found))
+                elif found["left"]:
+                    problems.append(f"{host}: processes {found['left']} did not end")
+                else:
+                    self.say(f"{host}: {found['stopped']} Ray processes are stopped")
+        for found in each([head], lambda host: self.ssh.call(host, "forget", name=self.file.name)).values():
+            if isinstance(found, ClusterError) and str(found) not in problems:
+                problems.append(str(found))
+        for suffix in ("state", "lock"):
+            Path("/tmp/ray", f"cluster-{self.file.name}.{suffix}").unlink(missing_ok=True)
+        return problems
+
+    # Steps of `up`
+
+    def _service_config(self) -> Config | None:
+        return None if self.file.service is None else load_config(self.file.service)
+
+    def _before(self, service: Config | None, *, check: bool) -> bool:
+        """Look at every node at once. Returns whether Ray runs already; raises ClusterError with every problem found."""
+        if not self.file.local:
+            return bool(self._ray("get-head-ip", check=False))
+        gcs = self._gcs()
+        paths = [str(service.model.path)] if service is not None else []
+        facts = each(self.file.nodes, lambda host: self.ssh.call(host, "probe", gcs=gcs, paths=paths))
+        problems = [str(fact) for fact in facts.values() if isinstance(fact, ClusterError)]
+        reached = {host: fact for host, fact in facts.items() if isinstance(fact, dict)}
+        problems += check_nodes(reached, self.file)
+        if problems and check:
+            raise ClusterError("nothing was started:" + "".join(f"\n  - {problem}" for problem in problems))
+        self.say(f"{len(reached)} nodes answer")
+        return bool(reached.get(self.file.head_ip, {}).get("ray"))
+
+    def _make_token(self) -> None:
+        token = self.file.token_file
+        if token is not None and not token.exists():
+            token.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            self.say(f"a token was made: {token}")
+
+    def _ray_up(self, *, no_restart: bool) -> None:
+        words = ["up", "-y", "--no-config-cache", str(self.file.path)] + ["--no-restart"] * no_restart
+        self.say("ray up ...")
+        start = time.monotonic()
+        log = self.home / "ray-up.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*self._ray_words(), *words], env=self._environment(), stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True)  # fmt: skip
+            try:
+                code: int | str = process.wait(self.file.settings.up_timeout_s)
+            except BaseException as error:  # on a timeout and on Ctrl-C alike: `ray up` retries for ever
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                code = f"nothing after {self.file.settings.up_timeout_s:.0f} s (metadata.epserve.up_timeout_s)"
+        if code != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            raise ClusterError(f"`ray up` ended with {code}; the end of {log}:\n{tail}")
+        self.say(f"ray up took {time.monotonic() - start:.0f} s")
+
+    def _join(self) -> dict[str, dict[str, Any]]:
+        """Wait for all nodes; returns what each offers. A missing node is examined while we wait: see `why_missing`."""
+        head, gcs, wanted = self._head(), self._gcs(), self.file.num_nodes
+        start = time.monotonic()
+        deadline = start + self.file.settings.join_timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            wait = max(min(JOIN_SLICE_S, left), 0)
+            found = self.ssh.call(head, "nodes", gcs=gcs, count=wanted, timeout=wait, wait=wait + 60)["nodes"]
+            alive = {host: node for host, node in found.items() if node["alive"]}
+            if len(alive) >= wanted:
+                self.say(f"{len(alive)} nodes joined after {time.monotonic() - start:.0f} s")
+                return alive
+            missing = [host for host in self.file.nodes if host not in alive] if self.file.local else []
+            reasons, hopeless = why_missing(self.ssh, self.file, missing)
+            if hopeless or left <= 0:
+                raise ClusterError(
+                    f"{len(alive)} of {wanted} nodes joined within {time.monotonic() - start:.0f} s:"
+                    + "".join(f"\n  - {reason}" for reason in reasons)
+                    + "\nRay runs on the others; `epserve cluster up` again goes on from here, `down` stops it"
+                )
+            self.say(f"{len(alive)} of {wanted} nodes joined; waiting for {', '.join(missing) or 'the others'}")
+
+    def _start(self, service: Config, *, restart: bool) -> dict[str, Any]:
+        head = self._head()
+        assert self.file.service is not None
+        if restart:
+            grace = service.scheduler.drain_timeout_s
+            self.ssh.call(head, "stop-service", folder=self.remote, grace=grace, wait=grace + 30)
+        text = self.file.service.read_text()
+        started = self.ssh.call(head, "start-service", folder=self.remote, config=text)
+        if not started["started"]:
+            same = "" if started["same"] else " with another configuration; --restart-service applies the new one"
+            self.say(f"the service already runs{same}")
+        else:
+            self.say("the service is starting ...")
+        limit = service.cluster.start_timeout_s + 30
+        found = self.ssh.call(head, "wait-service", folder=self.remote, timeout=limit, wait=limit + 30)
+        if not found["ready"]:
+            self.ssh.call(head, "stop-service", folder=self.remote, grace=5.0, wait=40)
+            raise ClusterError(f"the service did not become ready; the end of its log:\n{found['tail']}")
+        ready = found["ready"]
+        host = head if ready["host"] in ("0.0.0.0", "::") else ready["host"]
+        self.say(f"ready: grpc on {host}:{ready['port']}")
+        return {**ready, "host": host}
+
+    # Ray's own command line
+
+    def _ray_words(self) -> list[str]:
+        ray = Path(sys.executable).with_name("ray")
+        if not ray.exists():
+            raise ConfigError(f"{ray} does not exist: install Ray beside epserve")
+        return [str(ray)]
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        if self.file.local:  # the second autoscaler starts no workers with provider local, and says nothing
+            environment["RAY_UP_enable_autoscaler_v2"] = "0"
+        return environment
+
+    def _ray(self, *words: str, check: bool = True) -> list[str]:
+        command = [*self._ray_words(), *words, str(self.file.path)]
+        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        if done.returncode != 0 and check:
+            raise ClusterError(f"`ray {' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-800:]}")
+        return done.stdout.split() if done.returncode == 0 else []
+
+    def _cloud_down(self) -> None:
+        self._ray("down", "-y")
+        self.say("the instances are terminated")
+
+    def _head(self) -> str:
+        return self.file.head_ip or self._ray("get-head-ip")[-1]
+
+    def _addresses(self) -> tuple[str, ...]:
+        return self.file.nodes if self.file.local else (self._head(),)
+
+    def _gcs(self) -> str:
+        """How Ray's processes on the nodes name their head. In a cloud that is its inner address, which only it knows."""
+        return f"{self.file.head_ip}:{self.file.port}" if self.file.local else "auto"

@@ -1,0 +1,350 @@
+"""What runs on a node: looking around, ending one cluster's Ray processes, and starting and stopping the service.
+
+Standard library only, and no import of the rest of this package: `ssh.py` sends this file to the node's `python3 -`, so
+that it works before anything is installed there. Cluster files call it as `python3 -m epserve.cluster.node ACTION ...`.
+Every action prints one line of JSON last, `network` excepted, whose output the shell evaluates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PACKAGES = ("ray", "torch", "epserve")
+STATE, CONFIG, READY, LOG = "state.json", "service.yaml", "ready.json", "service.log"
+SUPERVISOR = "epserve.cluster.supervise"
+MAX_LOG_BYTES = 64 << 20
+
+
+# Looking around
+
+
+def probe(gcs: str, paths: list[str] | None = None) -> dict:
+    """Facts that decide whether this node can join and serve; changes nothing. `gcs` "auto": the cluster it is part of."""
+    address, port = _split(gcs)
+    facts: dict = {"host": socket.gethostname(), "python": sys.version.split()[0], "time": time.time()}
+    facts["packages"] = {name: _version(name) for name in PACKAGES}
+    facts["rsync"] = shutil.which("rsync") is not None
+    facts["disk_free"] = shutil.disk_usage("/tmp").free
+    facts["gpus"] = _gpus()
+    facts["resolves_to"] = _resolve(facts["host"])
+    facts["ray"] = bool(own_ray(gcs))
+    facts["missing"] = [path for path in paths or () if not os.path.exists(os.path.expanduser(path))]
+    facts["port_taken_by"] = "" if facts["ray"] else _port_user(address, port)
+    return facts
+
+
+def _version(name: str) -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _port_user(address: str, port: int) -> str:
+    """Who listens on the port, where it is this node's; empty when it is free or another node's."""
+    with socket.socket() as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            attempt.bind((address, port))
+            return ""
+        except OSError as error:
+            if "assign" in str(error):  # EADDRNOTAVAIL: the address is another node's
+                return ""
+    wanted, listening = f":{port:04X}", "0A"
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for fields in (line.split() for line in Path(table).read_text().splitlines()[1:]):
+                if fields[1].endswith(wanted) and fields[3] == listening:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for pid, words in processes().items():
+        with contextlib.suppress(OSError):
+            if any(os.readlink(entry.path) in inodes for entry in os.scandir(f"/proc/{pid}/fd")):
+                return f"process {pid} ({' '.join(words)[:80]})"
+    return "another user's process"
+
+
+def network(peer: str) -> None:
+    """Print the environment that binds gloo and NCCL to the interface that leads to `peer` (or owns that address).
+
+    Without it gloo binds to whatever this host's name resolves to: on Debian-like systems 127.0.1.1, where no peer is.
+    """
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.connect((peer, 9))  # UDP: sends nothing, chooses the route
+        own = probe_socket.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # SIOCGIFADDR; fails for interfaces without an IPv4 address
+                found = fcntl.ioctl(probe_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    print(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
+                    return
+    sys.exit(f"no interface has the address {own} that leads to {peer}")
+
+
+# Processes
+
+
+def processes() -> dict[int, list[str]]:
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                words = Path("/proc", name, "cmdline").read_bytes().decode(errors="replace").split("\0")
+                found[int(name)] = [word for word in words if word]
+    return found
+
+
+def own_ray(gcs: str) -> set[int]:
+    """The Ray processes of the cluster whose head is `gcs` (address:port), and everything that they started.
+
+    `ray stop` would end the Ray processes of every cluster and user on this machine.
+    """
+    address, port = _split(gcs)
+    gcs = f"{address}:{port}"
+    table = processes()
+    marks = (f"--gcs-address={gcs}", f"--gcs_address={gcs}", f"--address={gcs}")
+    found = set()
+    for pid, words in table.items():
+        line = " ".join(words)
+        server = (
+            "gcs_server" in line and f"--gcs_server_port={port}" in words and f"--node-ip-address={address}" in words
+        )
+        client = "ray" in line and any(f"{mark} " in f"{line} " for mark in marks)
+        if (server or client) and SUPERVISOR not in line:
+            found.add(pid)
+    return (found | _descendants(found)) - _ancestors(os.getpid())
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    parents[int(name)] = int(fields[1])
+    return parents
+
+
+def _descendants(roots: set[int]) -> set[int]:
+    parents, found = _parents(), set(roots)
+    grown = True
+    while grown:
+        new = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= new
+        grown = bool(new)
+    return found - roots
+
+
+def _ancestors(pid: int) -> set[int]:
+    parents, found = _parents(), {pid}
+    while (pid := parents.get(pid, 0)) > 0:
+        found.add(pid)
+    return found
+
+
+def _alive(pids: set[int]) -> set[int]:
+    return pids & _parents().keys()
+
+
+def _end(pids: set[int], grace: float) -> int:
+    """SIGTERM, then SIGKILL after `grace` seconds; returns how many there were."""
+    for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 3.0)):
+        for pid in _alive(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + wait
+        while _alive(pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return len(pids)
+
+
+def stop_ray(gcs: str, grace: float = 3.0) -> dict:
+    """End this cluster's Ray here; gone means gone: `left` lists what would not die."""
+    pids = own_ray(gcs)
+    stopped = _end(pids, grace)
+    return {"stopped": stopped, "left": sorted(_alive(pids | own_ray(gcs)))}
+
+
+def forget(name: str) -> dict:
+    """Remove what provider local remembers of a cluster: stale, it makes the next `ray up` wait for dead workers."""
+    removed = []
+    for suffix in ("state", "lock"):
+        path = Path("/tmp/ray", f"cluster-{name}.{suffix}")
+        if path.exists():
+            path.unlink()
+            removed.append(path.name)
+    return {"removed": removed}
+
+
+# Nodes of the cluster, as Ray sees them
+
+
+def nodes(gcs: str, count: int, timeout: float) -> dict:
+    """Wait until `count` nodes are alive, at most `timeout` seconds; then say what there is."""
+    import ray
+
+    ray.init(address=gcs, log_to_driver=False, logging_level=logging.ERROR, namespace="epserve-cluster")
+    deadline = time.monotonic() + timeout
+    while True:
+        known = ray.nodes()
+        alive = [node for node in known if node["Alive"]]
+        if len(alive) >= count or time.monotonic() > deadline:
+            break
+        time.sleep(0.25)
+    seen = {}
+    for node in sorted(known, key=lambda node: node["Alive"]):  # a node that came back is listed twice: alive wins
+        resources = node["Resources"]
+        entry = {"alive": node["Alive"], "cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
+        seen[node["NodeManagerAddress"]] = entry
+    ray.shutdown()
+    return {"nodes": seen}
+
+
+# The service
+
+
+def start_service(folder: str, config: str) -> dict:
+    """Write the configuration and start the supervisor, detached; it starts the service and restarts it when it dies."""
+    base = _folder(folder)
+    if _supervisor(base):
+        return {"started": False, "same": (base / CONFIG).read_text() == config}
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (base / CONFIG).write_text(config)
+    for name in (READY, STATE):
+        (base / name).unlink(missing_ok=True)
+    path = base / LOG
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        path.replace(path.with_suffix(".log.1"))
+    command = [sys.executable, "-m", SUPERVISOR, str(base)]
+    with path.open("ab") as out:
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    return {"started": True, "pid": started.pid}
+
+
+def wait_service(folder: str, timeout: float) -> dict:
+    """Until the service is ready or has given up."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = service(folder)
+        if found["ready"] or not found["running"] or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def service(folder: str) -> dict:
+    """Is it running, ready, how often was it restarted, and the end of its log when it is not well."""
+    base = _folder(folder)
+    pid = _supervisor(base)
+    ready, state = _read(base / READY), _read(base / STATE)
+    found: dict = {"running": pid is not None, "pid": pid, "ready": ready if pid else None, "state": state}
+    found["tail"] = "" if found["ready"] else show_log(folder, 30)["text"]
+    return found
+
+
+def stop_service(folder: str, grace: float) -> dict:
+    """SIGTERM lets the service finish what it accepted, at most `grace` seconds; then its whole process tree goes."""
+    base = _folder(folder)
+    pid = _supervisor(base)
+    if pid is None:
+        return {"stopped": 0}
+    tree = {pid} | _descendants({pid})
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while _alive({pid}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _end(tree, 0.0)
+    return {"stopped": len(tree)}
+
+
+def show_log(folder: str, lines: int) -> dict:
+    path = _folder(folder) / LOG
+    if not path.exists():
+        return {"text": ""}
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 400 * lines, 0))
+        return {"text": "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])}
+
+
+def _supervisor(base: Path) -> int | None:
+    for pid, words in processes().items():
+        if words[1:4] == ["-m", SUPERVISOR, str(base)] and pid in _parents():
+            return pid
+    return None
+
+
+def _folder(folder: str) -> Path:
+    return Path(folder).expanduser()
+
+
+def _this_cluster() -> str:
+    """The head's address that Ray wrote down here; port 0, which nothing uses, when Ray never ran."""
+    with contextlib.suppress(OSError):
+        return Path("/tmp/ray/ray_current_cluster").read_text().strip() or "127.0.0.1:0"
+    return "127.0.0.1:0"
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _split(gcs: str) -> tuple[str, int]:
+    if gcs == "auto":
+        gcs = _this_cluster()
+    address, _, port = gcs.rpartition(":")
+    return address, int(port)
+
+
+ACTIONS: dict[str, Callable[..., dict | None]] = {
+    "probe": probe, "network": network, "stop-ray": stop_ray, "forget": forget, "nodes": nodes, "log": show_log,
+    "start-service": start_service, "wait-service": wait_service, "service": service, "stop-service": stop_service,
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] not in ACTIONS:
+        sys.exit(f"actions: {', '.join(ACTIONS)}")
+    action, rest = ACTIONS[arguments[0]], arguments[1:]
+    if rest and rest[0].startswith("{"):
+        result = action(**json.loads(rest[0]))
+    else:
+        result = action(*rest)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

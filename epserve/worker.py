@@ -134,9 +134,13 @@ class Worker:
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
         shape = self.plan.spec.shape
         x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
+        mode = "routed" if self.info.gate.scoring == "client" else "block"
+        routed = (WARM_UP_TOKENS, self.info.top_k)
+        ids_Mt, weights_Mt = torch.zeros(routed, dtype=torch.int32), torch.ones(routed)
         counters = self.counters
         for layer in self._layers:
-            self.step(StepPlan(step=-1, layer=layer, mode="block", tokens_per_rank=tokens), x_MK, None, None)
+            plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens)
+            self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
         self.phase = "idle"
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -38,7 +39,7 @@ class Cluster:
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():
             return cls(started=False, joined=False, namespace=namespace)
-        common = {
+        common: dict[str, Any] = {
             "namespace": namespace,
             "logging_level": logging.ERROR,
             "log_to_driver": False,

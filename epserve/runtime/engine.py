@@ -161,7 +161,7 @@ class Engine:
             tokens_done=self._pool.tokens_done[member.rank],
             weights_bytes=report.weights_bytes if report is not None else 0,
             alive=member.alive,
-            phase=pulse.phase if pulse is not None else "starting",
+            phase=pulse.phase if pulse is not None else "idle",
         )
 
     def _set_state(self, state: State) -> None:
@@ -188,6 +188,10 @@ class Engine:
             raise InvalidRequest(f"hidden_states: {hidden.dtype}, the model has {shape.dtype}", field="hidden_states")
         if (batch.ids is None) != (batch.weights is None):
             raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
+        if batch.ids is None and self.info.gate.scoring == "client":
+            raise InvalidRequest(
+                f"topk_ids: missing; the service has no gate for {self.info.family}, the client chooses experts", field="topk_ids"
+            )
         ids, weights = batch.ids, batch.weights
         if ids is not None and weights is not None:
             routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)

@@ -12,6 +12,7 @@ from epserve.worker import StepError
 
 # How gloo, NCCL and sockets say "somebody else is gone". A rank that reports one of these is not the culprit.
 CONSEQUENCES = (
+    "got no answer from another rank",
     "closed by peer",
     "connection reset",
     "connection refused",

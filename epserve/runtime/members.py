@@ -52,7 +52,7 @@ class Member:
     def create(cls, config: Config, rank: int, *, device: str, group: PlacementGroup) -> Member:
         cpus, gpus = config.cluster.cpus_per_rank, config.cluster.gpus_per_rank if device == "cuda" else 0
         # No restarts and no retries by Ray: a restarted rank would be outside the process group.
-        actor_class = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)
+        actor_class: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)  # type: ignore[call-overload]
         place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
         actor = actor_class.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote(
             config, rank, device
@@ -130,7 +130,7 @@ class Agents:
     def cover(self, node_ids: Sequence[str]) -> None:
         for node_id in set(node_ids) - set(self._agents):
             place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-            actor_class = ray.remote(max_restarts=-1)(NodeAgent)
+            actor_class: Any = ray.remote(max_restarts=-1)(NodeAgent)
             self._agents[node_id] = actor_class.options(num_cpus=0, scheduling_strategy=place).remote()
 
     async def kill(self, facts: RankFacts) -> None:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -53,7 +53,14 @@ class Recovery:
 class Pool:
     """`on_state(state)`: called with "serving" and "recovering". All methods run in one event loop."""
 
-    def __init__(self, config: Config, plan: RankPlan, *, device: str, on_state: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        plan: RankPlan,
+        *,
+        device: str,
+        on_state: Callable[[Literal["serving", "recovering"]], None],
+    ):
         self._config, self._plan, self._device, self._on_state = config, plan, device, on_state
         self._gang, self._agents = Gang(config, device), Agents()
         self._store: Any = None
@@ -169,8 +176,8 @@ class Pool:
         self._fail(f"rank {rank}: its process is gone")
 
     async def _watch(self) -> None:
-        """Pings all ranks each second. One that is silent for as long as a step may take counts as hung."""
-        limit = max(self._config.scheduler.step_timeout_s, PING_TIMEOUT_S)
+        """Pings all ranks each second. A silent process counts as hung, whether a step runs or not."""
+        limit = min(self._config.scheduler.step_timeout_s, SILENCE_S)
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             if not self.serving.is_set():
@@ -181,7 +188,8 @@ class Pool:
                 self._fail(f"ranks {silent} did not answer for {limit:g} s")
 
     async def _recover(self, cause: str) -> None:
-        start, replaced = time.monotonic(), set()
+        start = time.monotonic()
+        replaced: set[int] = set()
         for attempt in range(1_000_000):
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             try:

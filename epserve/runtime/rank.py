@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -201,9 +200,9 @@ class RankActor:
                     mode=header["mode"],
                     tokens_per_rank=tuple(header["tokens_per_rank"]),
                 )
-                x_MK, ids_Mt, weights_Mt = (*tensors, None, None)[:3]
+                ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
                 self._step_start, self._step = time.monotonic(), step
-                y_MK = self._worker.step(plan, x_MK, ids_Mt, weights_Mt).cpu()
+                y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()
                 return {"step": step}, [y_MK]
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step")
@@ -243,6 +242,3 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(packed[20:24]) == address:
                     return name
     return ""
-
-
-RankMethod = Callable[..., Outcome]

@@ -28,7 +28,7 @@ class WireError(ConnectionError):
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def encode(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[bytes | memoryview]:

@@ -115,7 +115,7 @@ def _runs():
                 yield pytest.param(pf_name, experts_name, world, case.name)
 
 
-@pytest.mark.parametrize(("pf_name", "experts_name", "world", "case_name"), _runs())
+@pytest.mark.parametrize(("pf_name", "experts_name", "world", "case_name"), list(_runs()))
 def test_equals_the_dense_reference(pf_name, experts_name, world, case_name):
     check_case(pf_name, experts_name, case_name, world, "cpu")
 

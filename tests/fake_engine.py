@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import torch
 
 from all2all.local import LocalAll2AllManager
+from epserve.config import ServerConfig
 from epserve.errors import NotReady
 from epserve.modular_kernel import (
     Activation,
@@ -22,6 +24,7 @@ from epserve.modular_kernel import (
     Routing,
 )
 from epserve.runtime.planning import Batch
+from epserve.serving.server import Server
 from experts.loop import LoopExperts
 
 Compute = Callable[[Batch], Awaitable[torch.Tensor]]
@@ -135,3 +138,14 @@ class LocalExperts:
             weights, ids = scores.topk(self.top_k, dim=-1)
         routing = Routing(ids_Mt=ids.int().contiguous(), weights_Mt=weights.contiguous())
         return self.kernel.forward(x, routing, weights=self.weights)
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, **config) -> AsyncIterator[Server]:
+    """A real gRPC server on a free loopback port."""
+    server = Server(engine, ServerConfig(port=0, **config))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()

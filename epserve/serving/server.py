@@ -87,7 +87,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
-        await server.stop(FLUSH_S if grace else None)
+        await server.stop(FLUSH_S)
         log.info("stopped listening on %s", self.address)
 
     async def wait(self) -> None:

@@ -51,25 +51,30 @@ class WireTensor:
 
 def encode(value: Any, name: str) -> WireTensor:
     """A torch tensor on any device or a numpy array, strided as it likes. Raises InvalidRequest for anything else."""
-    if is_torch(value):
-        import torch
-
-        dtype_name = str(value.dtype).removeprefix("torch.")
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        import numpy as np
-
-        dtype_name = value.dtype.name
-        flat = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<")).reshape(-1)
-        raw = flat.view(np.uint8) if flat.size else b""
-    else:
+    torch_kind = is_torch(value)
+    if not torch_kind and not (type(value).__module__ == "numpy" and hasattr(value, "dtype")):
         got = f"{type(value).__module__}.{type(value).__qualname__}"
         raise InvalidRequest(f"{name}: must be a torch tensor or a numpy array, got {got}", field=name)
+    dtype_name = str(value.dtype).removeprefix("torch.") if torch_kind else value.dtype.name  # no byte order in it
     if dtype_name not in DTYPES:
         allowed = ", ".join(DTYPES)
         raise InvalidRequest(f"{name}: dtype {dtype_name} cannot be sent (allowed: {allowed})", field=name)
-    return WireTensor(dtype=DTYPES[dtype_name], shape=tuple(value.shape), data=memoryview(raw))
+    data = memoryview(_torch_bytes(value) if torch_kind else _numpy_bytes(value))
+    return WireTensor(dtype=DTYPES[dtype_name], shape=tuple(value.shape), data=data)
+
+
+def _torch_bytes(value: Any) -> Any:
+    import torch
+
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
+def _numpy_bytes(value: Any) -> Any:
+    import numpy as np
+
+    flat = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<")).reshape(-1)
+    return flat.view(np.uint8) if flat.size else b""
 
 
 def decode(buffer: bytes | bytearray, tensor: pb.Tensor, *, as_torch: bool) -> Any:

@@ -132,9 +132,10 @@ def choose_backends(spec: LayerSpec, *, all2all_name: str = "auto", experts_name
 
 def method_for(scheme: str) -> type[FusedMoEMethodBase]:
     """The method class whose weights are stored in `scheme`; the first one registered where several are."""
-    found = [method for method in _subclasses(FusedMoEMethodBase) if method.quant_config().scheme == scheme]
+    methods = _subclasses(FusedMoEMethodBase)  # type: ignore[type-abstract]
+    found = [method for method in methods if method.quant_config().scheme == scheme]
     if not found:
-        known = sorted({method.quant_config().scheme for method in _subclasses(FusedMoEMethodBase)})
+        known = sorted({method.quant_config().scheme for method in methods})
         raise ConfigError(f"quantisation {scheme!r} has no method class yet (served: {', '.join(known)})")
     return found[0]
 

@@ -188,6 +188,7 @@ class Worker:
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         physical = to_physical(routing, self.plan.placement, token_offset=first)
         self.phase = "experts"
+        assert self._kernel is not None
         out_MK = self._kernel.forward(
             x_MK, physical, weights=weights.experts, tokens_per_rank=plan.tokens_per_rank, shared_experts=shared
         )

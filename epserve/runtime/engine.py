@@ -190,7 +190,8 @@ class Engine:
             raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
         if batch.ids is None and self.info.gate.scoring == "client":
             raise InvalidRequest(
-                f"topk_ids: missing; the service has no gate for {self.info.family}, the client chooses experts", field="topk_ids"
+                f"topk_ids: missing; the service has no gate for {self.info.family}, the client chooses experts",
+                field="topk_ids",
             )
         ids, weights = batch.ids, batch.weights
         if ids is not None and weights is not None:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
+SILENCE_S = 10.0  # then a process counts as hung: far above what a crowded machine does, far below the 65 s of Ray
 SETTLE_S = 2.0  # how long survivors may take to report a step that failed elsewhere; gloo tells them in milliseconds
 CLOSE_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0  # a fresh process that imports torch

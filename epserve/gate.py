@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from epserve.errors import ConfigError
 from epserve.modular_kernel import Routing
 
-SCORINGS = ("softmax", "sigmoid", "softmax_of_topk")
+SCORINGS = ("softmax", "sigmoid", "softmax_of_topk", "client")
 GROUP_SCORES = ("max", "top2_sum")
 
 
@@ -25,7 +25,7 @@ class GateSpec:
     """How one model's gate computes, as data.
 
     scoring: "softmax" or "sigmoid" over all experts and then top-k; "softmax_of_topk": top-k of the logits, then a softmax
-    over the chosen ones (gpt-oss).
+    over the chosen ones (gpt-oss). "client": the service has no gate of this model, ids and weights come with each request.
     num_groups, top_groups: experts are chosen only from the `top_groups` best of `num_groups` groups of consecutive
     experts; a group's score is the maximum ("max") or the sum of the two best ("top2_sum") of its experts.
     """
@@ -89,6 +89,7 @@ class GateWeights:
 
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
     """Logical expert ids and weights of each token; `(0, K)` gives `(0, t)`."""
+    assert spec.scoring != "client", "requests of this model bring their routing"
     if spec.logits_float32:
         logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
     else:

@@ -13,6 +13,9 @@ def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     if not activation.gated:
         return _nonlinear(h, activation)
     gate, up = h.chunk(2, dim=-1)
+    if activation.kind == "swiglu_softcap":
+        assert activation.limit is not None
+        return _softcap(gate, activation.alpha) * torch.sigmoid(gate) * _softcap(up, activation.limit)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.kind == "swigluoai":
@@ -31,3 +34,7 @@ def _nonlinear(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         case "relu2":
             return F.relu(x).square()
     raise AssertionError(f"{activation.kind} has no ungated form")
+
+
+def _softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(x / cap)

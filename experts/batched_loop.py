@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from epserve.modular_kernel import (
+    Activation,
     ExpertsCapability,
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
@@ -17,7 +18,9 @@ class BatchedLoopExperts(FusedMoEExpertsModular):
     """`(e, T, K)` in and out; rows past an expert's count are neither read nor written. The host reads the counts."""
 
     capability = ExpertsCapability(
-        activation_formats=frozenset({FusedMoEActivationFormat.BatchedExperts}), devices=frozenset({"cpu", "cuda"})
+        activation_formats=frozenset({FusedMoEActivationFormat.BatchedExperts}),
+        devices=frozenset({"cpu", "cuda"}),
+        activations=frozenset(Activation.KINDS + Activation.RARE),
     )
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from epserve.modular_kernel import (
+    Activation,
     ExpertsCapability,
     ExpertWeights,
     FusedMoEActivationFormat,
@@ -31,6 +32,7 @@ class GroupedMMExperts(FusedMoEExpertsModular):
     capability = ExpertsCapability(
         activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
         devices=frozenset({"cpu", "cuda"}),
+        activations=frozenset(Activation.KINDS + Activation.RARE),
         hidden_multiple_of=8,
         intermediate_multiple_of=8,
     )

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from epserve.modular_kernel import (
+    Activation,
     ExpertsCapability,
     ExpertWeights,
     FusedMoEActivationFormat,
@@ -29,7 +30,9 @@ class LoopExperts(FusedMoEExpertsModular):
     """Standard format. Leaves one row a slot, `(M, t, K)`; rows of slots without an expert stay undefined."""
 
     capability = ExpertsCapability(
-        activation_formats=frozenset({FusedMoEActivationFormat.Standard}), devices=frozenset({"cpu", "cuda"})
+        activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
+        devices=frozenset({"cpu", "cuda"}),
+        activations=frozenset(Activation.KINDS + Activation.RARE),
     )
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ from .families import FAMILIES, Key
 from .info import ConfigReader, ModelInfo
 from .layout import SCALE_SUFFIX, Block, allocate, find_block, slot_view
 from .tensors import TensorInfo, TensorReader, read_index, read_json
+
+if TYPE_CHECKING:
+    from .generic import GenericCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +144,22 @@ class Checkpoint:
         target.copy_(weight.float() * spread)
 
 
-def open_checkpoint(path: Path | str, dtype: str = "auto", layers: Sequence[int] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path | str, dtype: str = "auto", layers: Sequence[int] = ()
+) -> Checkpoint | GenericCheckpoint:
     """Read config.json and all headers, and check every tensor beneath the MoE layers.
 
+    A model_type that is not in FAMILIES is looked up in transformers, where that is installed.
     dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16". layers: serve only these; empty: all.
     Raises CheckpointError that names the key, tensor or file, and for shapes both of them.
     """
     path = Path(path)
     config = read_json(path / "config.json")
+    if config.get("model_type") not in FAMILIES:
+        from . import generic  # imports transformers, which takes a second
+
+        if generic.knows(config.get("model_type")):
+            return generic.open_generic(path, config, dtype, layers)
     reader = ConfigReader(config, str(path / "config.json"))
     family, tensors = reader.family(), read_index(path)
     moe_layers = reader.layers(family)
@@ -169,13 +181,14 @@ def open_checkpoint(path: Path | str, dtype: str = "auto", layers: Sequence[int]
         bias=any("down_bias" in form.tensors for form in family.forms),
         gate=gate,
         shared_intermediate=reader.shared_intermediate(family),
-        fingerprint=_fingerprint(config, tensors),
+        fingerprint=fingerprint(config, tensors),
         quant=reader.quant(),
     )
     return Checkpoint(info, tensors, {layer: find_block(info, tensors, layer, path) for layer in info.layers})
 
 
-def _fingerprint(config: dict, tensors: dict[str, TensorInfo]) -> str:
+def fingerprint(config: dict, tensors: Mapping[str, TensorInfo]) -> str:
+    """Changes with the configuration and with any tensor's name, dtype or shape."""
     described = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
     text = json.dumps([config, described], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -64,7 +64,10 @@ class ConfigReader:
         if not isinstance(name, str) or name not in FAMILIES:
             close = difflib.get_close_matches(str(name), FAMILIES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise CheckpointError(f"{self.source}: model_type {name!r} is unknown{hint} (known: {', '.join(FAMILIES)})")
+            raise CheckpointError(
+                f"{self.source}: model_type {name!r} is unknown{hint} (known: {', '.join(FAMILIES)};"
+                " and, with transformers installed, every family of its that has an experts module)"
+            )
         return FAMILIES[name]
 
     def value(self, value: Any) -> Any:

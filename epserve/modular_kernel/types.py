@@ -79,7 +79,8 @@ class ExpertLayout:
 class Activation:
     """The expert's non-linearity, as data.
 
-    kind: "silu", "gelu" (erf), "gelu_tanh", "relu2" or "swigluoai" (gate * sigmoid(alpha * gate) * (up + 1)).
+    kind: "silu", "gelu" (erf), "gelu_tanh", "relu2", "swigluoai" (gate * sigmoid(alpha * gate) * (up + 1)) or
+    "swiglu_softcap" (cap(gate, alpha) * sigmoid(gate) * cap(up, limit) with cap(x, c) = c * tanh(x / c)).
     gated: x W1 yields gate and up, and the result is act(gate) * up. Otherwise act(x W1).
     limit: clamp of gate (above) and up (both sides) before the non-linearity, as gpt-oss and DeepSeek-V4 have it.
     """
@@ -90,10 +91,13 @@ class Activation:
     alpha: float = 1.702
 
     KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")
+    RARE = ("swiglu_softcap",)
+    """Known too, but a backend has them only where its capability record says so."""
+    GATED_ONLY = ("swigluoai", "swiglu_softcap")
 
     def __post_init__(self):
-        if self.kind not in self.KINDS:
-            raise ConfigError(f"activation {self.kind!r} is not one of {', '.join(self.KINDS)}")
+        if self.kind not in self.KINDS + self.RARE:
+            raise ConfigError(f"activation {self.kind!r} is not one of {', '.join(self.KINDS + self.RARE)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

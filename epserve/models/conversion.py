@@ -1,0 +1,170 @@
+"""Which tensors of a checkpoint make up an experts parameter, and the operations between: transformers' own mapping.
+
+transformers renames, merges, concatenates and transposes what it reads, by rules that it keeps for each model type. Here
+the same rules are run for the experts of one rank only: where they work expert by expert, the other experts' bytes are
+never read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from epserve.errors import CheckpointError
+
+from .tensors import TensorInfo, TensorReader
+
+SHOWN = 3  # names in one error message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One parameter of the model, or several that one converter makes together.
+
+    sources: pattern -> names of tensors, in the order of their numbers. converter: None where only names differ.
+    by_expert: sources of one tensor hold the experts along their first dimension, the others one tensor an expert, and no
+    operation mixes experts.
+    """
+
+    target: str
+    converter: Any
+    keys: tuple[str, ...]
+    """Every parameter that comes out."""
+    sources: Mapping[str, tuple[str, ...]]
+    by_expert: bool = False
+
+
+def find_recipes(model: Any, tensors: Mapping[str, TensorInfo], wanted: Mapping[str, int]) -> dict[str, Recipe]:
+    """wanted: name of a parameter in `model` (on the meta device) -> its number of experts.
+
+    Raises CheckpointError for parameters that nothing in the checkpoint leads to, and for missing or surplus experts.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for name in sorted(tensors, key=core_model_loading.dot_natural_key):
+        target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = core_model_loading.rename_source_key(name, [], [], prefix, state)
+        converter = by_pattern[pattern] if pattern is not None else None
+        if any(key in wanted for key in _targets(target, converter)):
+            _, sources = found.setdefault(target, (converter, {}))
+            sources.setdefault(pattern or target, []).append(name)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    recipes = {}
+    for target, (converter, sources) in found.items():
+        keys = _targets(target, converter)
+        fixed = {pattern: tuple(names) for pattern, names in sources.items()}
+        recipe = Recipe(target=target, converter=converter, sources=fixed, keys=keys)
+        for key in keys:
+            if key in wanted:
+                recipes[key] = _checked(recipe, tensors, wanted[key])
+    for key in wanted:
+        if key not in recipes and tied.get(key) in recipes:
+            recipes[key] = recipes[tied[key]]
+    missing = [key for key in wanted if key not in recipes]
+    if missing:
+        raise CheckpointError(f"nothing in the checkpoint leads to {_some(missing)} of {type(model).__name__}")
+    return recipes
+
+
+def read(
+    recipe: Recipe,
+    key: str,
+    *,
+    experts: Sequence[int],
+    tensors: Mapping[str, TensorInfo],
+    reader: TensorReader,
+    model: Any,
+) -> torch.Tensor:
+    """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise."""
+    shape = model.get_parameter(key).shape
+    if not experts:
+        return torch.empty((0, *shape[1:]))
+    collected: dict[str, list[torch.Tensor]] = {}
+    for pattern, names in recipe.sources.items():
+        if not recipe.by_expert:
+            collected[pattern] = [reader.read(tensors[name]).clone() for name in names]
+        elif len(names) == 1:
+            info = tensors[names[0]]
+            collected[pattern] = [torch.stack([reader.read(info, expert).clone() for expert in experts])]
+        else:
+            collected[pattern] = [reader.read(tensors[names[expert]]).clone() for expert in experts]
+    if recipe.converter is None:
+        value = next(iter(collected.values()))[0]
+    else:
+        converter = copy.deepcopy(recipe.converter)
+        converter.collected_tensors = collected
+        stand_in = _StandIn(model, len(experts)) if recipe.by_expert else model
+        made = converter.convert(recipe.target, model=stand_in, config=model.config)
+        value = made[key][0] if isinstance(made[key], list) else made[key]
+    if not recipe.by_expert:
+        value = value[list(experts)] if value.shape[0] == shape[0] else value
+    if value.shape != (len(experts), *shape[1:]):
+        raise CheckpointError(f"{key}: the checkpoint makes shape {tuple(value.shape)} of it, expected {tuple(shape)}")
+    return value
+
+
+class _StandIn:
+    """The model as operations see it: they ask for the shape of a parameter, which here has fewer experts."""
+
+    def __init__(self, model: Any, num_experts: int):
+        self._model, self._num_experts = model, num_experts
+        self.config = model.config
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        shape = self._model.get_parameter(name).shape
+        return torch.empty((self._num_experts, *shape[1:]), device="meta")
+
+
+def _targets(target: str, converter: Any) -> tuple[str, ...]:
+    if converter is None:
+        return (target,)
+    first = converter.target_patterns[0]
+    return tuple(target.replace(first, each) for each in converter.target_patterns)
+
+
+def _checked(recipe: Recipe, tensors: Mapping[str, TensorInfo], num_experts: int) -> Recipe:
+    """The recipe with `by_expert` decided. Where there is a tensor for each expert, none may be missing or surplus."""
+    if len(recipe.keys) > 1 or not all(_keeps_experts(step) for step in getattr(recipe.converter, "operations", ())):
+        return recipe
+    for pattern, names in recipe.sources.items():
+        if "*" not in pattern:
+            if len(names) != 1 or tensors[names[0]].shape[:1] != (num_experts,):
+                return recipe
+            continue
+        absent = [number for number in range(num_experts) if number >= len(names) or f".{number}." not in names[number]]
+        if absent or len(names) > num_experts:
+            raise CheckpointError(
+                f"{recipe.target}: {len(names)} tensors match {pattern} ({_some(names)}), there must be one for each of"
+                f" {num_experts} experts" + (f"; the first that is missing is {absent[0]}" if absent else "")
+            )
+    return replace(recipe, by_expert=True)
+
+
+def _keeps_experts(step: Any) -> bool:
+    """Whether an operation works expert by expert, on tensors whose first dimension is the expert."""
+    match type(step).__name__:
+        case "MergeModulelist":
+            return step.dim == 0
+        case "Concatenate" | "Interleave":
+            return step.dim != 0
+        case "Transpose":
+            return 0 not in (step.dim0, step.dim1)
+        case "Inkling2LoopDequantizeExperts":
+            return True
+    return False
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,171 @@
+"""Any transformers family that has an experts module, without a table of ours: names, layout and operations are its own.
+
+The model is built from config.json on the meta device, which costs no memory; its experts modules say what lies where,
+and transformers' conversion mapping says which tensors of the checkpoint that is. The gate stays with the client: families
+differ in what they do before it, and transformers does it there already.
+
+Legend: E logical experts, K hidden size, N intermediate size, e experts loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epserve.errors import CheckpointError
+from epserve.gate import GateSpec, GateWeights
+from epserve.modular_kernel import UNQUANTIZED, ExpertWeights
+
+from . import conversion
+from .checkpoint import LayerWeights, fingerprint
+from .expert_modules import ExpertsLayer, find_layers, top_k
+from .info import MODEL_DTYPES, ModelInfo
+from .tensors import TensorInfo, TensorReader, check_values, read_index
+
+
+class GenericCheckpoint:
+    """Made by `open_generic`. As `Checkpoint`, for models whose clients choose the experts."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tensors: Mapping[str, TensorInfo],
+        model: Any,
+        layers: Mapping[int, ExpertsLayer],
+        recipes: Mapping[str, conversion.Recipe],
+    ):
+        self.info = info
+        self._tensors, self._model, self._layers, self._recipes = tensors, model, layers, recipes
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
+        """The weights of `layer` for a rank that holds the logical `experts`, in this order (none is allowed).
+
+        Reads these experts' bytes only, unless the checkpoint mixes experts in one tensor in a way of its own. Peak memory
+        on the host is twice what is kept of one layer. Raises CheckpointError.
+        """
+        info = self.info
+        if layer not in self._layers:
+            raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
+        wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
+        if wrong:
+            raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
+        found = self._layers[layer]
+        shape, first = found.shape, "gate_up_proj" if info.activation.gated else "up_proj"
+        with TensorReader() as reader:
+            parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
+        w13, w2, b13 = parts[first], parts["down_proj"], parts.get(f"{first}_bias")
+        if shape.transposed:
+            w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+        if shape.interleaved:
+            w13 = _gate_then_up(w13)
+            b13 = None if b13 is None else _gate_then_up(b13)
+
+        def place(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else value.contiguous().to(device)
+
+        weights = ExpertWeights(
+            w13_eNK=w13.contiguous().to(device),
+            w2_eKN=w2.contiguous().to(device),
+            activation=info.activation,
+            b13=place(b13),
+            b2=place(parts.get("down_proj_bias")),
+        )
+        gate = GateWeights(weight_EK=torch.empty((0, info.hidden), dtype=info.dtype, device=device))
+        return LayerWeights(experts=weights, gate=gate, shared=None)
+
+    def _read(self, reader: TensorReader, key: str, experts: Sequence[int]) -> torch.Tensor:
+        value = conversion.read(
+            self._recipes[key], key, experts=experts, tensors=self._tensors, reader=reader, model=self._model
+        )
+        if value.numel():
+            check_values(key, value, self.info.dtype)
+        return value.to(self.info.dtype)
+
+
+def knows(model_type: Any) -> bool:
+    """Whether transformers is installed and has this model_type."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        return False
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence[int] = ()) -> GenericCheckpoint:
+    """As `open_checkpoint`, for a model_type without a table of ours. `config`: the contents of config.json.
+
+    Raises CheckpointError: transformers is missing or does not know the model, it has no experts module, the experts are
+    quantised or compute what no kernel does, or a tensor is missing.
+    """
+    model = build_on_meta(path)
+    tensors = read_index(path)
+    if config.get("quantization_config") or getattr(model.config.get_text_config(), "quantization_config", None):
+        method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
+        kind = config.get("model_type")
+        raise CheckpointError(f"{path}: quantisation {method!r} is not loaded for model_type {kind!r}")
+    found = find_layers(model)
+    shape = found[0].shape
+    numbers = tuple(sorted(each.layer for each in found))
+    unknown = sorted(set(layers) - set(numbers))
+    if unknown:
+        raise CheckpointError(f"{path}: layers {unknown} are not MoE layers; the model has {list(numbers)}")
+    served = {each.layer: each for each in found if not layers or each.layer in layers}
+    wanted = {f"{each.name}.{name}": shape.num_experts for each in served.values() for name in shape.parameters()}
+    recipes = conversion.find_recipes(model, tensors, wanted)
+    info = ModelInfo(
+        family=str(config.get("model_type")),
+        name=path.resolve().name,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        top_k=top_k(model.config, model, found[0]),
+        dtype=_dtype(path, dtype, recipes, tensors),
+        layers=tuple(sorted(served)),
+        activation=shape.activation,
+        bias=shape.bias,
+        gate=GateSpec(scoring="client", top_k=top_k(model.config, model, found[0])),
+        shared_intermediate=0,
+        fingerprint=fingerprint(config, tensors),
+        quant=UNQUANTIZED,
+    )
+    return GenericCheckpoint(info, tensors, model, served, recipes)
+
+
+def build_on_meta(path: Path) -> Any:
+    """The model of config.json without memory: every parameter on the meta device."""
+    import transformers
+    from transformers.utils.generic import ContextManagers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"{path}: transformers cannot read config.json: {error}") from None
+    name = (config.architectures or [""])[0]
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise CheckpointError(f"{path}: architecture {name!r} is not one of transformers {transformers.__version__}")
+    config._experts_implementation = "eager"
+    with ContextManagers(cls.get_init_context(torch.float32, False, False, None)):
+        return cls(config)
+
+
+def _dtype(
+    path: Path, wanted: str, recipes: Mapping[str, conversion.Recipe], tensors: Mapping[str, TensorInfo]
+) -> torch.dtype:
+    """`wanted`, or for "auto" the experts' own."""
+    if wanted != "auto":
+        return MODEL_DTYPES[wanted]
+    names = {name for recipe in recipes.values() for names in recipe.sources.values() for name in names}
+    kinds = {tensors[name].dtype for name in names}
+    known = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    if len(kinds) != 1 or not kinds <= known.keys():
+        raise CheckpointError(f"{path}: the experts are stored as {', '.join(sorted(kinds))}; set model.dtype")
+    return MODEL_DTYPES[known[kinds.pop()]]
+
+
+def _gate_then_up(value: torch.Tensor) -> torch.Tensor:
+    """`(e, 2N, ...)` rows gate, up, gate, ... -> N rows of gate, then N of up."""
+    return torch.cat((value[:, 0::2], value[:, 1::2]), dim=1)

@@ -30,7 +30,14 @@ def _all_to_all_batched():
     return AllToAllBatchedManager
 
 
+def _nvlink():
+    from .nvlink import NvlinkAll2AllManager
+
+    return NvlinkAll2AllManager
+
+
 REGISTRY.register("local", "one rank, nothing to send", _local)
 REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that needs it", _all_to_all)
 REGISTRY.register("all_to_all_batched", "torch.distributed: a row to each expert, fixed blocks", _all_to_all_batched)
 REGISTRY.register("allgather_reducescatter", "torch.distributed: every row to every rank", _allgather_reducescatter)
+REGISTRY.register("nvlink", "Triton kernels that store into peers' memory, inside one NVLink domain", _nvlink)

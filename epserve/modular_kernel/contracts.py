@@ -68,6 +68,8 @@ class Prepared:
     scales: torch.Tensor | None = None
     routing: Routing | None = None
     expert_num_tokens: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    """Where experts that reduce may write, `(M', K)`: memory that finalize sends from. None: to a workspace."""
     handle: DispatchHandle
 
 
@@ -136,6 +138,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         """Start the combine; the receiver waits for it. Default: combine now, the receiver hands the result over."""
         out = self.finalize(handle, y, reduce=reduce, out_MK=out_MK)
         return Receiver(self.book, lambda: out)
+
+    def check(self) -> None:
+        """Raise RankFailed when an earlier step is known to have failed on the device. Never blocks; call it again after
+        waiting for the device, when everything is known."""
 
     def abandon(self) -> None:
         """Forget outstanding handles after an error that ended the group, so that close() does not complain."""

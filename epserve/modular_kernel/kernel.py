@@ -113,8 +113,11 @@ class FusedMoEModularKernel:
         else:
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
             shared_MK = shared_experts(x_MK)
-        workspace = self.workspaces.carve(self.workspace_shapes(prepared))
-        y = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+        shapes = self.workspace_shapes(prepared)
+        workspace, output = self.workspaces.carve(shapes), prepared.output
+        if output is None or (output.shape, output.dtype) != (torch.Size(shapes.output), shapes.output_dtype):
+            output = workspace.output
+        y = experts.apply(output, prepared, weights=weights, workspace=workspace)
         pf.finalize(prepared.handle, y, reduce=experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
         if shared_MK is not None:
             out_MK += shared_MK

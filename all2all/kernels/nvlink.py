@@ -1,0 +1,270 @@
+"""Device code of the NVLink all-to-all: stores into (dispatch) and loads from (combine) the memory of peers.
+
+Legend: M tokens of this rank, H hidden size, K top-k, W ranks, phase 0 dispatch, 1 combine.
+
+`table` holds one row of W addresses (`TAB` apart) for each part of a slot: see `nvlink_heap.Part`. `flags` are this rank's
+own, one int32 for each source, `FLAG` apart: the source's last complete step of this slot and phase. Steps are counted on
+the device (`ctl`) and compared by their difference, so that they may wrap, and so that a replayed graph needs no reset.
+
+A step ends with a release of its flag at every rank (system scope), which an acquire at the waiting rank pairs with. In
+dispatch the last program to arrive does both for its grid and alone spins; in combine program 0 signals before it spins,
+and then every program spins: no program ever waits for one of its own grid that may not have started.
+
+A wait that outlasts its limit records who was late (`failed`, and the host's `status`) and returns. From then on every
+kernel of this heap does nothing: the context survives, the host raises, and the group can be rebuilt.
+
+Under Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU ranks over shared files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch, fixed when its modules are imported
+NATIVE = tl.constexpr(not INTERPRETED)
+FLAG = tl.constexpr(32)  # int32 between two flags: a flag a cache line of 128 bytes
+TAB = tl.constexpr(64)  # addresses in a row of the table: the most ranks
+
+# Rows of the table.
+ROWS = tl.constexpr(0)
+SCALES = tl.constexpr(1)
+WEIGHTS = tl.constexpr(2)
+Y = tl.constexpr(3)
+FLAGS_DISPATCH = tl.constexpr(4)
+FLAGS_COMBINE = tl.constexpr(5)
+STATUS = tl.constexpr(6)
+IDS = tl.constexpr(7)  # two rows: of the spaced layout, then of the dense one
+
+# Words of ctl.
+EPOCH = tl.constexpr(0)  # and 1: steps done of each phase
+HIGH = tl.constexpr(2)  # rows of the spaced layout that may hold ids at the peers
+ARRIVED = tl.constexpr(32)  # and 64: programs done of each phase
+
+
+@triton.jit
+def _peer(table, part: tl.constexpr, rank, dtype: tl.constexpr):
+    return tl.multiple_of(tl.load(table + part * TAB + rank).to(tl.pointer_type(dtype)), 16)
+
+
+if INTERPRETED:
+
+    def _host_clock() -> int:
+        time.sleep(0.0005)  # between two looks at the flags: the rank that is waited for may need this core
+        return time.monotonic_ns()
+
+    @triton.jit
+    def _now():
+        return _host_clock()
+
+else:
+
+    @triton.jit
+    def _now():
+        return globaltimer()
+
+
+@triton.jit
+def _seen(flags):
+    if NATIVE:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l,~{memory}", [flags], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        seen = tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+    return seen
+
+
+@triton.jit
+def _signal(table, flags_part: tl.constexpr, step, W: tl.constexpr):
+    r = tl.arange(0, triton.next_power_of_2(W))
+    theirs = tl.load(table + flags_part * TAB + r, mask=r < W, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs, tl.zeros_like(r) + step, mask=r < W, sem="release", scope="sys")
+
+
+@triton.jit
+def _ahead(flags, step, W: tl.constexpr):
+    """How far the slowest rank is beyond the step, negative when it is behind.
+
+    At most 32 flags at a time: a reduction within a warp, with no barrier, since warps leave the loop one by one.
+    """
+    r = tl.arange(0, 32 if W > 32 else triton.next_power_of_2(W))
+    ahead = tl.min(_seen(flags + tl.minimum(r, W - 1) * FLAG) - step, 0)
+    if W > 32:
+        ahead = tl.minimum(ahead, tl.min(_seen(flags + tl.minimum(r + 32, W - 1) * FLAG) - step, 0))
+    return ahead
+
+
+@triton.jit
+def _agree(ok):
+    """1 when every thread of the program has ok, else 0 in all of them. Scalars read by each thread may differ in time."""
+    return tl.min(tl.zeros([1024], tl.int32) + ok.to(tl.int32), 0)
+
+
+@triton.jit
+def _wait(table, flags, failed, step, limit_ns, phase: tl.constexpr, W: tl.constexpr):
+    """1 when every rank has reached the step, 0 when this heap has failed, now or before."""
+    intact = tl.load(failed) == 0
+    start = _now()
+    ahead = _ahead(flags, step, W)
+    waiting = (ahead < 0) & intact
+    while waiting:
+        ahead = _ahead(flags, step, W)
+        waiting = (ahead < 0) & (_now() - start < limit_ns)
+    ready = _agree((ahead >= 0) & intact)
+    if ready == 0:
+        late = W
+        for r in range(W):
+            if tl.atomic_add(flags + (W - 1 - r) * FLAG, 0, sem="relaxed", scope="gpu") - step < 0:
+                late = W - 1 - r
+        code = ((phase * 128 + late + 1).to(tl.int64) << 32) | (step.to(tl.int64) & 0xFFFFFFFF)
+        if tl.atomic_cas(failed, tl.full([], 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
+            tl.store(tl.load(table + STATUS * TAB).to(tl.pointer_type(tl.int64)), code)
+    return ready
+
+
+@triton.jit
+def _is_here(ids, offsets, rank):
+    first = tl.load(offsets + rank)
+    return (ids >= first) & (ids < tl.load(offsets + rank + 1)), first
+
+
+@triton.jit
+def _send_tile(table, ids_part, rank, row, value, scale, ids, weights, at, group, offsets,
+               live, records, H: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """One tile of rows and, with its first columns, the routing record, to one rank."""
+    here, first = _is_here(ids, offsets, rank)
+    wanted = tl.max(here.to(tl.int32), 1) > 0
+    if FP8:
+        tl.store(_peer(table, ROWS, rank, value.dtype) + row[:, None, None] * H + at[None], value,
+                 mask=wanted[:, None, None] & (at < H)[None])  # fmt: skip
+        tl.store(_peer(table, SCALES, rank, tl.float32) + row[:, None] * (H // 128) + group[None, :], scale,
+                 mask=wanted[:, None] & (group < H // 128)[None, :])  # fmt: skip
+    else:
+        tl.store(_peer(table, ROWS, rank, value.dtype) + row[:, None] * H + at[None, :], value,
+                 mask=wanted[:, None] & (at < H)[None, :])  # fmt: skip
+    if records:
+        k = tl.arange(0, triton.next_power_of_2(K))
+        cell, real = row[:, None] * K + k[None, :], live[:, None] & (k < K)[None, :]
+        their_ids = tl.load(table + (IDS + ids_part) * TAB + rank).to(tl.pointer_type(tl.int32))
+        tl.store(their_ids + cell, tl.where(here, ids - first, -1), mask=real)
+        tl.store(_peer(table, WEIGHTS, rank, tl.float32) + cell, weights, mask=real & wanted[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "first_row", "limit_ns", "dense"])
+def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_row: tl.int64, limit_ns: tl.int64, dense,
+             H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+             FP8: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Row t of x to rows `first_row + t` of every rank that holds one of its experts, its record to every rank.
+
+    A record: ids as slots of the rank that reads them (-1: not there), and weights. In the spaced layout (dense = 0) the
+    rows behind the last token that an earlier, longer dispatch filled get ids of -1.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    alive = _agree(tl.load(failed) == 0)
+    high = tl.where(dense != 0, 0, tl.load(ctl + HIGH))
+    chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    k = tl.arange(0, triton.next_power_of_2(K))
+    units = tl.cdiv(tokens, TILE) * chunks * alive
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        t = (unit // chunks) * TILE + tl.arange(0, TILE)
+        c = unit % chunks
+        live = t < tokens
+        t = t.to(tl.int64)
+        real = live[:, None] & (k < K)[None, :]
+        e = tl.load(ids + t[:, None] * K + k[None, :], mask=real, other=-1)
+        w = tl.load(weights + t[:, None] * K + k[None, :], mask=real & (c == 0), other=0.0)
+        if FP8:
+            group = c * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+            at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+            value = tl.load(x + t[:, None, None] * H + at[None], mask=live[:, None, None] & (at < H)[None], other=0.0)
+            value = value.to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(value), 2), 1e-10) / 448.0
+            value = tl.minimum(tl.maximum(value / scale[:, :, None], -448.0), 448.0).to(tl.float8e4nv)
+        else:
+            group = k
+            at = c * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + t[:, None] * H + at[None, :], mask=live[:, None] & (at < H)[None, :])
+            scale = w
+        row = first_row + t
+        if W <= 8:
+            for r in tl.static_range(W):
+                _send_tile(table, dense, r, row, value, scale, e, w, at, group, offsets, live, c == 0, H, K, FP8)
+        else:
+            for r in range(W):
+                _send_tile(table, dense, r, row, value, scale, e, w, at, group, offsets, live, c == 0, H, K, FP8)
+    stale = tl.maximum(high - tokens, 0) * K * alive
+    span: tl.constexpr = 1024
+    for unit in range(tl.program_id(0), tl.cdiv(stale, span), tl.num_programs(0)):
+        cell = unit * span + tl.arange(0, span)
+        for r in range(W):
+            their_ids = tl.load(table + IDS * TAB + r).to(tl.pointer_type(tl.int32))
+            tl.store(their_ids + (first_row + tokens) * K + cell, tl.zeros_like(cell) - 1, mask=cell < stale)
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    if tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        step = tl.load(ctl + EPOCH) + 1
+        tl.store(ctl + EPOCH, step)
+        tl.store(ctl + ARRIVED, 0)
+        if dense == 0:
+            tl.store(ctl + HIGH, tokens)
+        if alive != 0:
+            _signal(table, FLAGS_DISPATCH, step, W)
+            if WAIT:
+                _wait(table, flags, failed, step, limit_ns, 0, W)
+
+
+@triton.jit(do_not_specialize=["limit_ns"])
+def dispatch_wait(table, flags, ctl, failed, limit_ns: tl.int64, W: tl.constexpr):
+    """One program: until every rank's rows of the step that `dispatch` counted last have come."""
+    _wait(table, flags, failed, tl.load(ctl + EPOCH), limit_ns, 0, W)
+
+
+@triton.jit
+def _add_rank(total, table, rank, row, at, ids, offsets, dtype: tl.constexpr, H: tl.constexpr):
+    here, _ = _is_here(ids, offsets, rank)
+    wanted = tl.max(here.to(tl.int32), 1) > 0
+    there = _peer(table, Y, rank, dtype) + row[:, None] * H + at[None, :]
+    return total + tl.load(there, mask=wanted[:, None] & (at < H)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens", "first_row", "limit_ns"])
+def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.int64, limit_ns: tl.int64,
+            H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """out[t] = the sum, in rank order and float32, of row `first_row + t` of y at every rank that t went to."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    step = tl.load(ctl + EPOCH + 1) + 1
+    if (tl.program_id(0) == 0) & (tl.load(failed) == 0):
+        _signal(table, FLAGS_COMBINE, step, W)
+    ready = _wait(table, flags, failed, step, limit_ns, 1, W)
+    chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    k = tl.arange(0, triton.next_power_of_2(K))
+    units = tl.cdiv(tokens, TILE) * chunks * ready
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        t = (unit // chunks) * TILE + tl.arange(0, TILE)
+        live = t < tokens
+        t = t.to(tl.int64)
+        at = (unit % chunks) * BLOCK + tl.arange(0, BLOCK)
+        e = tl.load(ids + t[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=-1)
+        total = tl.zeros([TILE, BLOCK], tl.float32)
+        row = first_row + t
+        if W <= 8:
+            for r in tl.static_range(W):
+                total = _add_rank(total, table, r, row, at, e, offsets, out.dtype.element_ty, H)
+        else:
+            for r in range(W):
+                total = _add_rank(total, table, r, row, at, e, offsets, out.dtype.element_ty, H)
+        tl.store(
+            out + t[:, None] * H + at[None, :], total.to(out.dtype.element_ty), mask=live[:, None] & (at < H)[None, :]
+        )
+    if tl.atomic_add(ctl + ARRIVED + 32, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(ctl + EPOCH + 1, step)
+        tl.store(ctl + ARRIVED + 32, 0)

@@ -1,0 +1,192 @@
+"""The symmetric heap of the NVLink all-to-all: what lies where in it, its slots, and its failure word.
+
+A slot holds one batch in flight: the rows that peers send, their routing records, and `y`, which peers read. Within one
+slot dispatches and combines alternate, and each of them is a barrier of all ranks, which is why one buffer a slot is
+enough: who sends step n+1 has combined step n, so every peer is done with the rows of step n; who overwrites `y` in step
+n+1 has received every peer's rows of step n+1, which that peer sent after it had read `y` of step n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from epserve.errors import HandleError, RankFailed
+from epserve.modular_kernel import LayerSpec, PrepareFinalizeOptions, RankContext
+from epserve.modular_kernel.quantization import BLOCK, FP8
+
+from .symmetric import Provider, allocate
+
+FLAG_BYTES = 128
+TABLE_WIDTH = 64
+PHASES = ("dispatch", "combine")
+
+
+def dispatches_fp8(spec: LayerSpec, options: PrepareFinalizeOptions) -> bool:
+    """Whether rows travel as e4m3 with a scale for each 1x128 block."""
+    whole = spec.shape.hidden % BLOCK == 0
+    return options.dispatch_quantised and spec.quant.dispatch_dtype is not None and whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Byte offsets in every rank's region. First the flags `[slot][phase][source]`, then the slots."""
+
+    parts: dict[str, int]
+    """Offset of each part within a slot."""
+    slot_bytes: int
+    num_slots: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> Layout:
+        ranks, hidden, top_k = spec.layout.num_ranks, spec.shape.hidden, spec.shape.top_k
+        rows = ranks * options.max_tokens_per_rank
+        fp8, item = dispatches_fp8(spec, options), spec.shape.dtype.itemsize
+        sizes = {
+            "rows": rows * hidden * (1 if fp8 else item),
+            "scales": rows * hidden // BLOCK * 4 if fp8 else 0,
+            "weights": rows * top_k * 4,
+            "y": rows * hidden * item,
+            "ids": rows * top_k * 4,
+            "dense_ids": rows * top_k * 4,
+        }
+        parts, total = {}, 0
+        for name, size in sizes.items():
+            parts[name] = total
+            total += -(-size // 1024) * 1024
+        return cls(parts=parts, slot_bytes=total, num_slots=options.batches_in_flight, num_ranks=ranks)
+
+    @property
+    def flag_bytes(self) -> int:
+        return self.num_slots * len(PHASES) * self.num_ranks * FLAG_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flag_bytes + self.num_slots * self.slot_bytes
+
+    def flag(self, slot: int, phase: int, source: int) -> int:
+        return ((slot * len(PHASES) + phase) * self.num_ranks + source) * FLAG_BYTES
+
+    def part(self, slot: int, name: str) -> int:
+        return self.flag_bytes + slot * self.slot_bytes + self.parts[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """This rank's view of one slot. Rows are counted over all sources."""
+
+    index: int
+    table: torch.Tensor
+    """int64 `(9, 64)`: addresses of each part at every rank; the kernels' file names the rows."""
+    flags: tuple[torch.Tensor, torch.Tensor]
+    """This rank's flags of dispatch and of combine, int32 `(R, 32)`."""
+    ctl: torch.Tensor
+    """int32 `(96,)`: the device's counters."""
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor
+    y: torch.Tensor
+    ids: tuple[torch.Tensor, torch.Tensor]
+    """Of the spaced and of the dense layout."""
+
+
+class Heap:
+    """Collective to make and to close."""
+
+    def __init__(
+        self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, providers: Sequence[type[Provider]]
+    ):
+        self.ranks, self.layout = ranks, Layout.of(spec, options)
+        self.fp8 = dispatches_fp8(spec, options)
+        self.region = allocate(ranks, self.layout.num_bytes, providers)
+        cuda = ranks.device.type == "cuda"
+        self.failed = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=cuda)  # the device writes, the host reads
+        self.offsets = torch.tensor(spec.layout.offsets, dtype=torch.int32, device=ranks.device)
+        self.slots = tuple(self._slot(index, spec, options) for index in range(self.layout.num_slots))
+        self._free = list(reversed(self.slots))
+        self._last_use: dict[int, tuple[torch.cuda.Stream, bool]] = {}
+
+    def _slot(self, index: int, spec: LayerSpec, options: PrepareFinalizeOptions) -> Slot:
+        layout, device, shape = self.layout, self.ranks.device, spec.shape
+        rows = self.ranks.world_size * options.max_tokens_per_rank
+        names = ("rows", "scales", "weights", "y")
+        table = [[base + layout.part(index, name) for base in self.region.addresses] for name in names]
+        for phase in range(len(PHASES)):
+            table.append([base + layout.flag(index, phase, self.ranks.rank) for base in self.region.addresses])
+        table.append([self.status.data_ptr()])
+        for name in ("ids", "dense_ids"):
+            table.append([base + layout.part(index, name) for base in self.region.addresses])
+        padded = [row + [0] * (TABLE_WIDTH - len(row)) for row in table]
+
+        def view(start: int, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+            stop = start + torch.Size(sizes).numel() * dtype.itemsize
+            return self.region.mine[start:stop].view(dtype).view(sizes)
+
+        ids = tuple(view(layout.part(index, name), torch.int32, rows, shape.top_k) for name in ("ids", "dense_ids"))
+        for part in ids:
+            part.fill_(-1)
+        flags = tuple(
+            view(layout.flag(index, phase, 0), torch.int32, self.ranks.world_size, FLAG_BYTES // 4)
+            for phase in range(len(PHASES))
+        )
+        return Slot(
+            index=index,
+            table=torch.tensor(padded, dtype=torch.int64).to(device),
+            flags=flags,  # type: ignore[arg-type]
+            ctl=torch.zeros(96, dtype=torch.int32, device=device),
+            x=view(layout.part(index, "rows"), FP8 if self.fp8 else shape.dtype, rows, shape.hidden),
+            scales=view(layout.part(index, "scales"), torch.float32, rows, shape.hidden // BLOCK) if self.fp8 else None,
+            weights=view(layout.part(index, "weights"), torch.float32, rows, shape.top_k),
+            y=view(layout.part(index, "y"), shape.dtype, rows, shape.hidden),
+            ids=ids,  # type: ignore[arg-type]
+        )
+
+    def take(self) -> Slot:
+        """The slot that was given back last; all ranks take and give back in the same order. HandleError: all in use."""
+        if not self._free:
+            count = self.layout.num_slots
+            raise HandleError(
+                f"nvlink: {count} batches are in flight and not finalised, as many as batches_in_flight = {count} allows"
+            )
+        slot = self._free.pop()
+        last = self._last_use.pop(slot.index, None)
+        if last is not None:
+            stream, captured = last
+            current = torch.cuda.current_stream(self.ranks.device)
+            # NOTE: a stream under capture cannot wait for one that is not. Who replays a graph orders it himself.
+            if stream != current and captured == torch.cuda.is_current_stream_capturing():
+                current.wait_stream(stream)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """On the stream on which the slot's combine runs."""
+        if self.ranks.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.ranks.device)
+            self._last_use[slot.index] = (stream, torch.cuda.is_current_stream_capturing())
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        self._free = list(reversed(self.slots))
+
+    def check(self) -> None:
+        """Raises RankFailed when a wait has expired. Never blocks: what the device has not reached yet is not known."""
+        code = int(self.status[0])
+        if code:
+            raise RankFailed(_explain(code, self.ranks))
+
+    def close(self, *, collective: bool) -> None:
+        self.region.release(collective)
+
+
+def _explain(code: int, ranks: RankContext) -> str:
+    phase, late = divmod((code >> 32) - 1, 128)
+    step = code & 0xFFFFFFFF
+    who = f"rank {late}" if late < ranks.world_size else "another rank"
+    return (
+        f"{PHASES[phase]}: {who} did not reach step {step} within {ranks.timeout_s:g} s,"
+        f" says rank {ranks.rank} of {ranks.world_size}"
+    )

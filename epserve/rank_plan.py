@@ -15,10 +15,12 @@ from epserve.models import ModelInfo
 from epserve.modular_kernel import (
     Backends,
     ExpertShape,
+    FusedMoEExpertsModular,
     FusedMoEMethodBase,
     LayerSpec,
     PrepareFinalizeOptions,
     Registry,
+    TopKWeightAndReduceNoOP,
     why_not,
 )
 from epserve.placement import Placement
@@ -97,7 +99,9 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str) -> RankPlan:
         layers=served_layers(config, info),
         placement=placement,
         spec=spec,
-        chosen=choose_backends(spec, all2all_name=engine.all2all, experts_name=engine.experts),
+        chosen=choose_backends(
+            spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=engine.combine_order
+        ),
         method=method_for(info.quant.scheme),
     )
 
@@ -111,7 +115,9 @@ def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
     return tuple(sorted(set(config.model.layers))) or info.layers
 
 
-def choose_backends(spec: LayerSpec, *, all2all_name: str = "auto", experts_name: str = "auto") -> Chosen:
+def choose_backends(
+    spec: LayerSpec, *, all2all_name: str = "auto", experts_name: str = "auto", combine_order: str = "rank"
+) -> Chosen:
     """The first pair, in order of preference, that fits the layer and can run here."""
     passed = []
     for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
@@ -124,6 +130,8 @@ def choose_backends(spec: LayerSpec, *, all2all_name: str = "auto", experts_name
             backend = experts.REGISTRY.get(inner)
             missing = backend.unavailable()
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
+            if not reasons and combine_order == "slot" and spec.layout.num_ranks > 1:
+                reasons = _slot_reasons(backend(spec))
             if not reasons:
                 return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed))
             passed += [f"{outer} + {inner}: {reason}" for reason in reasons]
@@ -147,6 +155,12 @@ def kernel_options(config: Config) -> PrepareFinalizeOptions:
         combine_order=engine.combine_order,
         dispatch_quantised=engine.dispatch_quantised,
     )
+
+
+def _slot_reasons(backend: FusedMoEExpertsModular) -> tuple[str, ...]:
+    if isinstance(backend.finalize_weight_and_reduce_impl(), TopKWeightAndReduceNoOP):
+        return ("combine_order 'slot' needs a row for each slot, these experts add a rank's slots up themselves",)
+    return ()
 
 
 def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]:

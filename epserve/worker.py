@@ -161,6 +161,11 @@ class Worker:
         self.phase = "idle"
         return out_MK
 
+    def check(self) -> None:
+        """After the result has been waited for: raises RankFailed where a device kept a failure to itself until now."""
+        if self._kernel is not None:
+            self._kernel.prepare_finalize.check()
+
     def regroup(self, ranks: RankContext) -> None:
         """Take another process group after the old one failed. Keeps weights, experts object and workspaces."""
         assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "a rank keeps its place and device"

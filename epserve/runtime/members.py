@@ -18,8 +18,9 @@ from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
 from epserve.worker import LoadReport
 
+from .agent import NodeAgent
 from .failure import Failure, root_cause
-from .rank import NodeAgent, Outcome, Pulse, RankActor, RankFacts
+from .rank import Outcome, Pulse, RankActor, RankFacts
 from .transport import SocketLink
 
 log = logging.getLogger(__name__)

@@ -78,6 +78,7 @@ class Pool:
     async def start(self) -> None:
         """Returns when every rank has loaded, joined and run a step. Raises the root cause of all ranks' reports."""
         self._place = await asyncio.to_thread(self._gang.reserve)
+        self._store = self._new_store()  # imports torch while the ranks do
         self.members = [self._new_member(rank) for rank in range(self._config.engine.ranks)]
         await self._bring_up(self.members)
         reports = [member.report for member in self.members]
@@ -262,12 +263,14 @@ class Pool:
         (address,) = await call_all([member], "listen", member.facts.node_id == here, timeout=CLOSE_TIMEOUT_S * 2)
         member.link = await SocketLink.open(member.rank, address, self._lost)
 
+    def _new_store(self) -> Any:
+        return ray.remote(max_restarts=0, num_cpus=0)(StoreActor).remote()
+
     async def _group_address(self) -> GroupAddress:
         """From the store's actor; a new store where the old one went down with its node."""
         for _ in range(2):
             if self._store is None:
-                host = ray.util.get_node_ip_address()
-                self._store = ray.remote(max_restarts=0, num_cpus=0)(StoreActor).remote(host)
+                self._store = self._new_store()
             try:
                 return await answer(self._store.address.remote(self.generation), STORE_TIMEOUT_S)
             except (RayError, TimeoutError):

@@ -1,11 +1,10 @@
-"""The Ray shell of one rank, and the two small actors beside the ranks: the store of the group, the agent of a node."""
+"""The Ray shell of one rank, and the small actor beside the ranks that holds the store of their process groups."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import signal
 import socket
 import struct
 import threading
@@ -203,6 +202,7 @@ class RankActor:
                 ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
                 self._step_start, self._step = time.monotonic(), step
                 y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()
+                self._worker.check()  # the copy to the CPU has waited for the device
                 return {"step": step}, [y_MK]
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step")
@@ -216,21 +216,13 @@ class RankActor:
 class StoreActor:
     """Owns the TCPStore of all generations. It is no rank, so that no rank's death takes the store along."""
 
-    def __init__(self, host: str):
+    def __init__(self):
+        self._host = ray.util.get_node_ip_address()
         # Port 0: the kernel picks a free one while it binds; picking one beforehand would be a race.
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._host = host
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
 
     def address(self, generation: int) -> GroupAddress:
         return GroupAddress(host=self._host, port=self._store.port, generation=generation)
-
-
-class NodeAgent:
-    """Ends hung ranks of its node by process id: Ray's own kill waits five seconds for a process that does not react."""
-
-    def kill(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def interface_of(address: str) -> str:

@@ -1,0 +1,15 @@
+"""The agent of a node. Imports no torch, so that it is there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+
+class NodeAgent:
+    """Ends hung ranks of its node by process id: Ray's own kill waits five seconds for a process that does not react."""
+
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

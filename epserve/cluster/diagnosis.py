@@ -15,12 +15,21 @@ from .ssh import Ssh, Unreachable, each
 GIB = 1 << 30
 
 
+def probe(ssh: Ssh, host: str, gcs: str, paths: Sequence[str] = ()) -> dict[str, Any]:
+    """`node.probe`, and how far the node's clock is off: `skew` in seconds, 0 within what the call itself took."""
+    before = time.time()
+    fact = ssh.call(host, "probe", gcs=gcs, paths=list(paths))
+    early, late = fact["time"] - time.time(), fact["time"] - before
+    fact["skew"] = early if early > 0 else late if late < 0 else 0.0
+    return fact
+
+
 def check_nodes(facts: Mapping[str, dict[str, Any]], file: ClusterFile) -> list[str]:
     """Every reason against these nodes, one line each. Versions that are not installed yet are no reason."""
     problems, settings = [], file.settings
     head = facts.get(file.head_ip, {})
     for host, fact in facts.items():
-        skew = fact["time"] - time.time()
+        skew = fact["skew"]
         checks = [
             (fact["rsync"], "rsync is missing; `ray up` copies files with it (apt-get install rsync)"),
             (not fact["port_taken_by"], f"port {file.port} is taken by {fact['port_taken_by']}"),
@@ -51,7 +60,7 @@ def why_missing(ssh: Ssh, file: ClusterFile, missing: Sequence[str]) -> tuple[li
     if not missing:
         return ["fewer instances came up than the file asks for; see `ray monitor FILE`"], False
     gcs = f"{file.head_ip}:{file.port}"
-    facts = each((file.head_ip, *missing), lambda host: ssh.call(host, "probe", gcs=gcs))
+    facts = each((file.head_ip, *missing), lambda host: probe(ssh, host, gcs))
     head = facts.pop(file.head_ip)
     reasons, hopeless = [], False
     for host, fact in facts.items():

@@ -20,7 +20,8 @@ from typing import Any
 from epserve.config import Config, load_config
 from epserve.errors import ClusterError, ConfigError
 
-from .diagnosis import check_nodes, check_resources, why_missing
+from . import node
+from .diagnosis import check_nodes, check_resources, probe, why_missing
 from .file import ClusterFile
 from .ssh import Ssh, each
 
@@ -75,7 +76,7 @@ class Cluster:
 
     def status(self) -> Status:
         gcs, nodes = self._gcs(), {}
-        facts = each(self._addresses(), lambda host: self.ssh.call(host, "probe", gcs=gcs))
+        facts = each(self._addresses(), lambda host: probe(self.ssh, host, gcs))
         problems = [str(fact) for fact in facts.values() if isinstance(fact, ClusterError)]
         head = facts.get(self._head())
         up = isinstance(head, dict) and head["ray"]
@@ -101,7 +102,7 @@ class Cluster:
         head, gcs, problems = self.file.head_ip, self._gcs(), []
 
         def stop(host: str) -> dict[str, Any]:
-            return self.ssh.call(host, "stop-ray", gcs=gcs)
+            return self.ssh.call(host, "stop-ray", gcs=gcs, name=self.file.name)
 
         def stop_head(host: str) -> int:
             return self.ssh.call(host, "stop-service", folder=self.remote, grace=grace, wait=grace + 30)["stopped"]
@@ -119,11 +120,7 @@ class Cluster:
                     problems.append(f"{host}: processes {found['left']} did not end")
                 else:
                     self.say(f"{host}: {found['stopped']} Ray processes are stopped")
-        for found in each([head], lambda host: self.ssh.call(host, "forget", name=self.file.name)).values():
-            if isinstance(found, ClusterError) and str(found) not in problems:
-                problems.append(str(found))
-        for suffix in ("state", "lock"):
-            Path("/tmp/ray", f"cluster-{self.file.name}.{suffix}").unlink(missing_ok=True)
+        node.forget(self.file.name)
         return problems
 
     # Steps of `up`
@@ -137,7 +134,7 @@ class Cluster:
             return bool(self._ray("get-head-ip", check=False))
         gcs = self._gcs()
         paths = [str(service.model.path)] if service is not None else []
-        facts = each(self.file.nodes, lambda host: self.ssh.call(host, "probe", gcs=gcs, paths=paths))
+        facts = each(self.file.nodes, lambda host: probe(self.ssh, host, gcs, paths))
         problems = [str(fact) for fact in facts.values() if isinstance(fact, ClusterError)]
         reached = {host: fact for host, fact in facts.items() if isinstance(fact, dict)}
         problems += check_nodes(reached, self.file)

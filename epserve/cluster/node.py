@@ -189,22 +189,19 @@ def _end(pids: set[int], grace: float) -> int:
     return len(pids)
 
 
-def stop_ray(gcs: str, grace: float = 3.0) -> dict:
+def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
     """End this cluster's Ray here; gone means gone: `left` lists what would not die."""
     pids = own_ray(gcs)
     stopped = _end(pids, grace)
+    if name:
+        forget(name)
     return {"stopped": stopped, "left": sorted(_alive(pids | own_ray(gcs)))}
 
 
-def forget(name: str) -> dict:
+def forget(name: str) -> None:
     """Remove what provider local remembers of a cluster: stale, it makes the next `ray up` wait for dead workers."""
-    removed = []
     for suffix in ("state", "lock"):
-        path = Path("/tmp/ray", f"cluster-{name}.{suffix}")
-        if path.exists():
-            path.unlink()
-            removed.append(path.name)
-    return {"removed": removed}
+        Path("/tmp/ray", f"cluster-{name}.{suffix}").unlink(missing_ok=True)
 
 
 # Nodes of the cluster, as Ray sees them
@@ -329,7 +326,7 @@ def _split(gcs: str) -> tuple[str, int]:
 
 
 ACTIONS: dict[str, Callable[..., dict | None]] = {
-    "probe": probe, "network": network, "stop-ray": stop_ray, "forget": forget, "nodes": nodes, "log": show_log,
+    "probe": probe, "network": network, "stop-ray": stop_ray, "nodes": nodes, "log": show_log,
     "start-service": start_service, "wait-service": wait_service, "service": service, "stop-service": stop_service,
 }  # fmt: skip
 

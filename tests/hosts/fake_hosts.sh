@@ -22,8 +22,6 @@ up() {
   ip -n "$tag-op" addr add $net.1/24 dev br0
   ssh-keygen -q -t ed25519 -N '' -f "$base/key"
   ssh-keygen -q -t ed25519 -N '' -f "$base/host_key"
-  echo "127.0.0.1 localhost" > "$base/hosts"
-  for i in $(seq 0 $((count - 1))); do echo "$net.$((10 + i)) $tag-$i" >> "$base/hosts"; done
   for i in $(seq 0 $((count - 1))); do
     dir=$base/host$i
     mkdir -p "$dir/home/.ssh" "$dir/ray"
@@ -35,10 +33,11 @@ up() {
     ip -n "$tag-$i" addr add $net.$((10 + i))/24 dev eth0
     ip -n "$tag-$i" link set eth0 up
     ip -n "$tag-$i" link set lo up
+    printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$tag-$i" > "$dir/hosts" # as Debian writes it: a trap for gloo
     printf '%s\n' "Port 22" "ListenAddress 0.0.0.0" "HostKey $base/host_key" "PermitRootLogin prohibit-password" \
       "PasswordAuthentication no" "UsePAM no" "PidFile none" "StrictModes no" "MaxStartups 100" > "$dir/sshd_config"
     {
-      echo "set -e; hostname $tag-$i; mount --bind $base/hosts /etc/hosts"
+      echo "set -e; hostname $tag-$i; mount --bind $dir/hosts /etc/hosts"
       echo "mkdir -p /tmp/ray; mount --bind $dir/ray /tmp/ray; mount -t tmpfs -o size=4g tmpfs /dev/shm"
       for share in "$@"; do
         case $share in "$HOME"/*) echo "mkdir -p $dir/home${share#"$HOME"}; mount --bind $share $dir/home${share#"$HOME"}" ;; esac

@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, InternalError, NotReady
+from epserve.errors import CallerError, ConfigError, DeadlineExceeded, EpserveError, InternalError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
@@ -45,7 +45,7 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials:
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key come together")
-        ca, key, cert = (None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert))
+        ca, key, cert = (None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
@@ -108,7 +108,27 @@ class _Attempts:
         return wait
 
 
-class Client:
+class _Endpoint:
+    """What both clients know."""
+
+    def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | None):
+        options = options or ClientOptions()
+        if token is not None:
+            options = replace(options, token=token)
+        if tls_ca is not None:
+            options = replace(options, tls=replace(options.tls or Tls(), ca=tls_ca))
+        self.target, self.options = target, options
+        self._closed = False
+
+    def _attempts(self, timeout: float | None) -> _Attempts:
+        return _Attempts(self.options.retry, self.options.timeout_s if timeout is None else timeout)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallerError(f"this client of {self.target} is closed")
+
+
+class Client(_Endpoint):
     """Blocking calls over one channel; safe to share between threads.
 
     `target`: "host:port". `token` and `tls_ca` stand for the options that most set-ups need.
@@ -117,7 +137,7 @@ class Client:
     def __init__(
         self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
     ):
-        self.target, self.options = target, _options(options, token, tls_ca)
+        super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:
             self._channel = grpc.insecure_channel(target, options=self.options.channel_options())
         else:
@@ -132,7 +152,7 @@ class Client:
     ) -> Any:  # fmt: skip
         """The layer's output for `hidden` (tokens, hidden size): same kind, dtype and device. Raises EpserveError."""
         request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
-        return self._forward(request, self._timeout(timeout), _Cancellation())
+        return self._forward(request, self._attempts(timeout), _Cancellation())
 
     def forward_async(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
@@ -141,7 +161,8 @@ class Client:
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
         request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
         future = _ForwardFuture()
-        self._pool.submit(future.run, self._forward, request, self._timeout(timeout))
+        self._check_open()
+        self._pool.submit(future.run, self._forward, request, self._attempts(timeout))
         return future
 
     def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
@@ -166,6 +187,7 @@ class Client:
 
     def close(self) -> None:
         """Ends calls that are still running."""
+        self._closed = True
         self._channel.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -175,22 +197,20 @@ class Client:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _timeout(self, timeout: float | None) -> float:
-        return self.options.timeout_s if timeout is None else timeout
-
     def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
-        attempts = _Attempts(self.options.retry, self._timeout(timeout))
+        attempts = self._attempts(timeout)
         while True:
+            self._check_open()
             try:
                 return method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
             except grpc.RpcError as error:
                 wait = attempts.wait_after(_mapped(error))
             time.sleep(wait)
 
-    def _forward(self, request: OutgoingRequest, timeout_s: float, cancellation: _Cancellation) -> Any:
-        attempts = _Attempts(self.options.retry, timeout_s)
+    def _forward(self, request: OutgoingRequest, attempts: _Attempts, cancellation: _Cancellation) -> Any:
         once = self._unary if request.small else self._framed
         while True:
+            self._check_open()
             try:
                 return once(request, attempts.remaining(), cancellation)
             except EpserveError as error:
@@ -220,13 +240,13 @@ class Client:
         raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
 
 
-class AsyncClient:
+class AsyncClient(_Endpoint):
     """The same for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
 
     def __init__(
         self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
     ):
-        self.target, self.options = target, _options(options, token, tls_ca)
+        super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:
             self._channel = grpc.aio.insecure_channel(target, options=self.options.channel_options())
         else:
@@ -239,9 +259,10 @@ class AsyncClient:
         timeout: float | None = None, request_id: str = "",
     ) -> Any:  # fmt: skip
         request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
-        attempts = _Attempts(self.options.retry, self._timeout(timeout))
+        attempts = self._attempts(timeout)
         once = self._unary if request.small else self._framed
         while True:
+            self._check_open()
             try:
                 return await once(request, attempts.remaining())
             except EpserveError as error:
@@ -269,6 +290,7 @@ class AsyncClient:
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
@@ -277,12 +299,10 @@ class AsyncClient:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    def _timeout(self, timeout: float | None) -> float:
-        return self.options.timeout_s if timeout is None else timeout
-
     async def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
-        attempts = _Attempts(self.options.retry, self._timeout(timeout))
+        attempts = self._attempts(timeout)
         while True:
+            self._check_open()
             try:
                 return await method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
             except grpc.RpcError as error:
@@ -341,12 +361,12 @@ class _ForwardFuture(concurrent.futures.Future):
             self._cancellation.cancel()
         return cancelled
 
-    def run(self, function: Any, request: OutgoingRequest, timeout_s: float) -> None:
+    def run(self, function: Any, request: OutgoingRequest, attempts: _Attempts) -> None:
         if self.cancelled():
             return
         result, error = None, None
         try:
-            result = function(request, timeout_s, self._cancellation)
+            result = function(request, attempts, self._cancellation)
         except BaseException as raised:
             error = raised
         if not self.set_running_or_notify_cancel():
@@ -375,11 +395,11 @@ class _Readiness:
             )
 
 
-def _options(options: ClientOptions | None, token: str | None, tls_ca: Path | None) -> ClientOptions:
-    options = options or ClientOptions()
-    if token is not None:
-        options = replace(options, token=token)
-    return options if tls_ca is None else replace(options, tls=replace(options.tls or Tls(), ca=tls_ca))
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls: cannot read {path}: {error.strerror}") from None
 
 
 def _mapped(error: grpc.RpcError) -> EpserveError:

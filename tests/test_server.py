@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import subprocess
 import time
 
 import grpc
@@ -176,24 +175,6 @@ class TestSecurity:
         config = ServerConfig(port=0, tls_cert=certificates / "server.pem", tls_key=certificates / "client.key")
         with pytest.raises(ConfigError, match="not a PEM pair that fits"):
             await Server(FakeEngine(), config).start()
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory):
-    """ca, server (for localhost) and client: .pem and .key, good for a day."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=60)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "1")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for name in ("server", "client"):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "1", "-extfile", "names")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *sign)
-    return folder
 
 
 class TestStartAndStop:

@@ -39,6 +39,7 @@ class Server:
         self._port = 0
         self._server: grpc.aio.Server | None = None
         self._calls: Calls | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         self._publishing: set[asyncio.Task[None]] = set()
 
@@ -73,7 +74,8 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
         await self._publish_health()
-        self._engine.on_state_change(self._health_changed)
+        self._loop = asyncio.get_running_loop()
+        self._engine.on_state_change(self._state_changed)
         await server.start()
         self._server = server
         log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, bool(interceptors))
@@ -95,8 +97,13 @@ class Server:
         if self._server is not None:
             await self._server.wait_for_termination()
 
-    def _health_changed(self, state: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._publish_health())
+    def _state_changed(self, state: str) -> None:
+        """From any thread; a loop that has ended needs no news."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._health_changed)
+
+    def _health_changed(self) -> None:
+        task = asyncio.ensure_future(self._publish_health())
         self._publishing.add(task)
         task.add_done_callback(self._publishing.discard)
 

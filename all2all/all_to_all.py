@@ -14,7 +14,7 @@ from epserve.modular_kernel import (
     Routing,
 )
 
-from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, unpack
+from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, pack_beside, unpack, unpack_beside
 
 
 class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
@@ -41,24 +41,21 @@ class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
         dest_S, tokens_S = goes_RM.nonzero(as_tuple=True)
         slots_St = owner_Mt[tokens_S] == dest_S[:, None]
         ids_St = torch.where(slots_St, routing.ids_Mt[tokens_S] - self.starts_R[dest_S][:, None], -1)
-        beside = [ids_St.int(), routing.weights_Mt[tokens_S].view(torch.int32)]
-        if rows.scales is not None:
-            beside.append(rows.scales[tokens_S].view(torch.int32))
-        parts = [rows.x[tokens_S], torch.cat(beside, dim=1)]
+        scales = None if rows.scales is None else rows.scales[tokens_S]
+        parts = [rows.x[tokens_S], pack_beside(ids_St.int(), routing.weights_Mt[tokens_S], scales)]
         transfer = self.wire.exchange(parts, sends, receives, phase="dispatch")
         top_k = routing.ids_Mt.shape[1]
 
         def finish() -> Prepared:
             x, beside = transfer.wait()
-            ids, weights, scales = beside.tensor_split((top_k, 2 * top_k), dim=1)
-            weights = weights.contiguous().view(torch.float32)
-            local = Routing(ids_Mt=ids.contiguous(), weights_Mt=weights)
+            ids, weights, scales = unpack_beside(beside, top_k)
+            local = Routing(ids_Mt=ids, weights_Mt=weights)
             journey = Journey(
                 home=routing, local=local, tokens_S=tokens_S, slots_St=slots_St, sends=sends, receives=receives
             )
             return Prepared(
                 x=unpack(x, quantised),
-                scales=scales.contiguous().view(torch.float32) if quantised else None,
+                scales=scales,
                 routing=local,
                 handle=DispatchHandle(self.book, journey),
             )

@@ -14,7 +14,7 @@ from epserve.modular_kernel import (
     Routing,
 )
 
-from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, unpack
+from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, pack_beside, unpack, unpack_beside
 
 
 class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
@@ -35,21 +35,18 @@ class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinaliz
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
         rows, quantised = self.rows_for_wire(x_MK, quant), self.sends_quantised(quant)
         counts = self._counts(x_MK, tokens_per_rank)
-        parts = [*rows.parts(), routing.ids_Mt, routing.weights_Mt]
+        parts = [rows.x, pack_beside(routing.ids_Mt, routing.weights_Mt, rows.scales)]
         transfer = self.wire.gather([_pad(part, max(counts)) for part in parts], phase="dispatch")
+        offsets, top_k = self.spec.layout.offsets, routing.ids_Mt.shape[1]
+        start, stop = offsets[self.ranks.rank], offsets[self.ranks.rank + 1]
 
         def finish() -> Prepared:
-            x, *scales, ids, weights = [_compact(part, counts) for part in transfer.wait()]
-            mine = self.owner(ids) == self.ranks.rank
-            local = Routing(
-                ids_Mt=torch.where(mine, ids - self.starts_R[self.ranks.rank], -1).int(), weights_Mt=weights
-            )
-            return Prepared(
-                x=unpack(x, quantised),
-                scales=scales[0] if quantised else None,
-                routing=local,
-                handle=DispatchHandle(self.book, self._journey(routing, local, counts)),
-            )
+            x, beside = (_compact(part, counts) for part in transfer.wait())
+            ids, weights, scales = unpack_beside(beside, top_k)
+            local_ids = torch.where((ids >= start) & (ids < stop), ids - start, -1)
+            local = Routing(ids_Mt=local_ids, weights_Mt=weights)
+            handle = DispatchHandle(self.book, self._journey(routing, local, counts))
+            return Prepared(x=unpack(x, quantised), scales=scales, routing=local, handle=handle)
 
         return Receiver(self.book, finish)
 
@@ -61,17 +58,12 @@ class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinaliz
         return counts_R1[:, 0].tolist()
 
     def _journey(self, home: Routing, local: Routing, counts: list[int]) -> Journey:
-        num_tokens, size = home.ids_Mt.shape[0], self.ranks.world_size
-        owner_Mt, device = self.owner(home.ids_Mt), home.ids_Mt.device
-        ranks = torch.arange(size, device=device)
-        return Journey(
-            home=home,
-            local=local,
-            tokens_S=torch.arange(num_tokens, device=device).repeat(size),
-            slots_St=(owner_Mt[None] == ranks[:, None, None]).flatten(0, 1),
-            sends=[num_tokens] * size,
-            receives=counts,
-        )
+        slots_St = None
+        if self.options.combine_order == "slot":
+            ranks = torch.arange(self.ranks.world_size, device=home.ids_Mt.device)
+            slots_St = (self.owner(home.ids_Mt)[None] == ranks[:, None, None]).flatten(0, 1)
+        sends = [home.ids_Mt.shape[0]] * self.ranks.world_size
+        return Journey(home=home, local=local, tokens_S=None, slots_St=slots_St, sends=sends, receives=counts)
 
     def finalize_no_wait(self, handle, y, *, reduce, out_MK):
         return self.combine(handle.take(self.book), y, reduce, out_MK)

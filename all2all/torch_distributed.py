@@ -5,6 +5,7 @@ Legend of suffixes: M tokens of this rank, K hidden size, t top-k, R ranks, S ro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,21 +40,39 @@ class Transfer:
         self._ranks, self._phase, self._received, self._works, self._sent = ranks, phase, received, works, sent
 
     def wait(self, *, host: bool = False) -> tuple[torch.Tensor, ...]:
-        """On CUDA only the stream waits, unless `host`: a rank that never comes is then found by the group's watchdog.
+        """On CUDA only the stream waits, unless `host`: whoever reads results calls `wait_for_stream` first.
 
         Raises RankFailed when the other ranks do not answer in time, or when the connection to one of them broke.
         """
-        limit = self._ranks.timeout_s
-        blocking = host or self._ranks.device.type == "cpu"
+        on_cpu = self._ranks.device.type == "cpu"
         try:
             for work in self._works:
-                work.wait(timedelta(seconds=limit)) if blocking else work.wait()
+                work.wait(timedelta(seconds=self._ranks.timeout_s)) if on_cpu else work.wait()
         except RuntimeError as error:
-            where = f"rank {self._ranks.rank} of {self._ranks.world_size}"
-            text = f"{self._phase}: {where} got no answer from another rank (deadline {limit:g} s): {error}"
-            raise RankFailed(text) from error
+            raise _failed(self._ranks, self._phase, error) from error
+        if host and self._works and not on_cpu:
+            wait_for_stream(self._ranks, phase=self._phase)
         self._works = self._sent = ()
         return self._received
+
+
+def wait_for_stream(ranks: RankContext, *, phase: str) -> None:
+    """Block the host until the current CUDA stream has done what it was given. Raises RankFailed at the deadline.
+
+    NOTE: NCCL's own `wait(timeout)` did not return on a rank that never came (torch 2.11), and synchronising has no
+    deadline at all; an event can be asked. Afterwards the stream is still stuck: the process must end.
+    """
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + ranks.timeout_s
+    while not event.query():  # no sleep: it would cost more than the transfer
+        if time.monotonic() > deadline:
+            raise _failed(ranks, phase, "the device is still waiting")
+
+
+def _failed(ranks: RankContext, phase: str, reason: object) -> RankFailed:
+    where = f"rank {ranks.rank} of {ranks.world_size}"
+    return RankFailed(f"{phase}: {where} got no answer from another rank (deadline {ranks.timeout_s:g} s): {reason}")
 
 
 class Wire:
@@ -118,6 +137,18 @@ class Rows:
         return [self.x] if self.scales is None else [self.x, self.scales]
 
 
+def pack_beside(ids: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What travels beside the rows, as int32 `(S, t + t + K/128)`: one message instead of three."""
+    parts = [ids, weights.view(torch.int32)]
+    return torch.cat(parts if scales is None else [*parts, scales.view(torch.int32)], dim=1)
+
+
+def unpack_beside(beside: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """ids, weights, scales as `pack_beside` took them."""
+    ids, weights, scales = (part.contiguous() for part in beside.tensor_split((top_k, 2 * top_k), dim=1))
+    return ids, weights.view(torch.float32), scales.view(torch.float32) if scales.shape[1] else None
+
+
 def unpack(x: torch.Tensor, quantised: bool) -> torch.Tensor:
     """Undo the disguise of e4m3 rows, which few torch operators can index."""
     return x.view(torch.float8_e4m3fn) if quantised else x
@@ -131,10 +162,10 @@ class Journey:
     """Of the tokens that this rank passed to prepare: physical ids."""
     local: Routing
     """Of the rows that came: local slots."""
-    tokens_S: torch.Tensor
-    """int64: which of this rank's tokens each sent row was; ascending within a destination."""
-    slots_St: torch.Tensor
-    """bool: the slots of that token which its destination computes."""
+    tokens_S: torch.Tensor | None
+    """int64: which of this rank's tokens each sent row was, ascending within a destination; None: all to all ranks."""
+    slots_St: torch.Tensor | None
+    """bool: the slots of that token which its destination computes; None where only `combine_order="slot"` asks."""
     sends: list[int]
     receives: list[int]
 
@@ -198,24 +229,31 @@ class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         def finish() -> torch.Tensor:
             (rows_SK,) = transfer.wait()
             total_MK = torch.zeros(out_MK.shape, dtype=torch.float32, device=out_MK.device)
-            pieces = zip(journey.tokens_S.split(journey.sends), rows_SK.split(journey.sends), strict=True)
-            for tokens, rows in pieces:  # in rank order; a token occurs once in a piece
-                total_MK.index_add_(0, tokens, rows.float())
+            pieces = rows_SK.split(journey.sends)  # in rank order
+            if journey.tokens_S is None:
+                for rows_MK in pieces:
+                    total_MK += rows_MK
+            else:
+                for tokens, rows in zip(journey.tokens_S.split(journey.sends), pieces, strict=True):
+                    total_MK.index_add_(0, tokens, rows.float())  # a token occurs once in a piece: no race
             return out_MK.copy_(total_MK)
 
         return Receiver(self.book, finish)
 
     def _combine_slots(self, journey: Journey, y_StK: torch.Tensor, out_MK: torch.Tensor) -> Receiver[torch.Tensor]:
+        assert journey.slots_St is not None
+        slots_St, tokens_S = journey.slots_St, journey.tokens_S
         mine_St = journey.local.ids_Mt >= 0
         sends = [int(piece.sum()) for piece in mine_St.split(journey.receives)]
-        receives = [int(piece.sum()) for piece in journey.slots_St.split(journey.sends)]
+        receives = [int(piece.sum()) for piece in slots_St.split(journey.sends)]
         transfer = self.wire.exchange([y_StK[mine_St]], sends, receives, phase="combine")
 
         def finish() -> torch.Tensor:
             (rows,) = transfer.wait()
-            row, slot = journey.slots_St.nonzero(as_tuple=True)
+            row, slot = slots_St.nonzero(as_tuple=True)
+            token = row % max(out_MK.shape[0], 1) if tokens_S is None else tokens_S[row]
             slots_MtK = rows.new_empty((*journey.home.ids_Mt.shape, out_MK.shape[1]))
-            slots_MtK[journey.tokens_S[row], slot] = rows
+            slots_MtK[token, slot] = rows
             return out_MK.copy_(weighted_sum(slots_MtK, journey.home))
 
         return Receiver(self.book, finish)

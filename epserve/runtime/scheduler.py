@@ -41,7 +41,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, ranks: Ranks, *, num_ranks: int):
         self._config, self._ranks, self._num_ranks = config, ranks, num_ranks
         self._queue = StepQueue()
-        self._queued: Counter[int] = Counter()  # tokens per layer that no caller has back yet
+        self._open: set[Item] = set()  # accepted, and not answered yet
+        self._queued: Counter[int] = Counter()  # tokens of those, per layer
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task] = set()
         self._joined_last = 1
@@ -61,6 +62,7 @@ class Scheduler:
         self._admit(batch)
         item = Item(batch=batch, future=asyncio.get_running_loop().create_future())
         self._queued[batch.layer] += batch.num_tokens
+        self._open.add(item)
         self._queue.add(item)
         self._wake.set()
         try:
@@ -68,6 +70,7 @@ class Scheduler:
         except TimeoutError:
             raise self._too_late(item) from None
         finally:
+            self._open.discard(item)
             self._queued[batch.layer] -= batch.num_tokens
 
     async def drain(self, timeout: float) -> bool:
@@ -85,7 +88,7 @@ class Scheduler:
         for task in (self._loop_task, *self._running):
             task.cancel()
         await asyncio.gather(self._loop_task, *self._running, return_exceptions=True)
-        self._fail(self._queue.items, NotReady("the service has stopped"))
+        self._fail(self._open, NotReady("the service has stopped"))
 
     def _admit(self, batch: Batch) -> None:
         left = batch.deadline - time.monotonic()

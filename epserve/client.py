@@ -21,11 +21,12 @@ from typing import Any
 
 import grpc
 
-from epserve.errors import CallerError, ConfigError, DeadlineExceeded, EpserveError, InternalError, NotReady
+from epserve.errors import CallerError, ConfigError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly
+from epserve.serving.pipeline import Pipeline
 
 POLL_S = 0.1
 
@@ -182,7 +183,7 @@ class Client(_Endpoint):
                     return reply
                 waiting.saw(f"state {reply.state}")
             except (NotReady, DeadlineExceeded) as error:
-                waiting.saw(str(error))
+                waiting.failed(error)
             time.sleep(POLL_S)
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class Client(_Endpoint):
             try:
                 return method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
             except grpc.RpcError as error:
-                wait = attempts.wait_after(_mapped(error))
+                wait = attempts.wait_after(status.error_of_rpc(error))
             time.sleep(wait)
 
     def _forward(self, request: OutgoingRequest, attempts: _Attempts, cancellation: _Cancellation) -> Any:
@@ -217,7 +218,7 @@ class Client(_Endpoint):
                 wait = attempts.wait_after(error)
             except grpc.RpcError as error:
                 cancellation.check()
-                wait = attempts.wait_after(_mapped(error))
+                wait = attempts.wait_after(status.error_of_rpc(error))
             if cancellation.event.wait(wait):
                 cancellation.check()
 
@@ -268,8 +269,13 @@ class AsyncClient(_Endpoint):
             except EpserveError as error:
                 wait = attempts.wait_after(error)
             except grpc.RpcError as error:
-                wait = attempts.wait_after(_mapped(error))
+                wait = attempts.wait_after(status.error_of_rpc(error))
             await asyncio.sleep(wait)
+
+    def stream(self) -> Pipeline:
+        """For many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
+        self._check_open()
+        return Pipeline(self._stub.ForwardStream(metadata=self.options.metadata), self.options.timeout_s)
 
     async def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
         return await self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
@@ -286,7 +292,7 @@ class AsyncClient(_Endpoint):
                     return reply
                 waiting.saw(f"state {reply.state}")
             except (NotReady, DeadlineExceeded) as error:
-                waiting.saw(str(error))
+                waiting.failed(error)
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
@@ -306,7 +312,7 @@ class AsyncClient(_Endpoint):
             try:
                 return await method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
             except grpc.RpcError as error:
-                wait = attempts.wait_after(_mapped(error))
+                wait = attempts.wait_after(status.error_of_rpc(error))
             await asyncio.sleep(wait)
 
     async def _unary(self, request: OutgoingRequest, timeout_s: float) -> Any:
@@ -381,10 +387,14 @@ class _Readiness:
     def __init__(self, target: str, timeout_s: float):
         self._target, self._timeout_s = target, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._last = "nothing"
+        self._last = ""
 
     def remaining(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
+
+    def failed(self, error: EpserveError) -> None:
+        """A poll that ran out of our own time says less than what was seen before it."""
+        self.saw(self._last if self._last and isinstance(error, DeadlineExceeded) else str(error))
 
     def saw(self, what: str) -> None:
         """Raises DeadlineExceeded when the time is up."""
@@ -400,12 +410,3 @@ def _read(path: Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"tls: cannot read {path}: {error.strerror}") from None
-
-
-def _mapped(error: grpc.RpcError) -> EpserveError:
-    try:
-        mapped = status.error_of(status.failure_of_rpc(error))
-    except AttributeError:  # raised by gRPC before there was a call
-        mapped = InternalError(f"gRPC: {error}")
-    mapped.__cause__ = error
-    return mapped

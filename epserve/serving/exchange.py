@@ -30,9 +30,9 @@ class OutgoingRequest:
     def message(self) -> pb.ForwardRequest:
         return wire.request_message(self.tensors, self.header, inline=True)
 
-    def frames(self, timeout_s: float) -> Iterator[pb.RequestFrame]:
+    def frames(self, timeout_s: float, number: int = 0) -> Iterator[pb.RequestFrame]:
         self.header.timeout_ms = max(1, round(timeout_s * 1000))
-        return wire.request_frames(0, self.tensors, self.header)
+        return wire.request_frames(number, self.tensors, self.header)
 
     def result(self, reply: pb.ForwardReply) -> Any:
         """Of a reply that is one message."""

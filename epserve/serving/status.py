@@ -77,6 +77,13 @@ def failure_of_rpc(error: Any) -> pb.Failure:
     return failure
 
 
+def error_of_rpc(error: grpc.RpcError) -> EpserveError:
+    """The exception that a client raises for an RPC error, which is its cause."""
+    mapped = error_of(failure_of_rpc(error))
+    mapped.__cause__ = error
+    return mapped
+
+
 def error_of(failure: pb.Failure) -> EpserveError:
     """The exception that a client raises."""
     cls = getattr(errors, failure.error, None)

@@ -30,6 +30,30 @@ def _all_to_all_batched():
     return AllToAllBatchedManager
 
 
+def _deepep_ht():
+    from .deepep_ht import DeepEPHTAll2AllManager
+
+    return DeepEPHTAll2AllManager
+
+
+def _deepep_ll():
+    from .deepep_ll import DeepEPLLAll2AllManager
+
+    return DeepEPLLAll2AllManager
+
+
+def _deepep_v2():
+    from .deepep_v2 import DeepEPV2All2AllManager
+
+    return DeepEPV2All2AllManager
+
+
+def _nvshmem():
+    from .nvshmem import NvshmemAll2AllManager
+
+    return NvshmemAll2AllManager
+
+
 def _nvlink():
     from .nvlink import NvlinkAll2AllManager
 
@@ -41,3 +65,7 @@ REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that need
 REGISTRY.register("all_to_all_batched", "torch.distributed: a row to each expert, fixed blocks", _all_to_all_batched)
 REGISTRY.register("allgather_reducescatter", "torch.distributed: every row to every rank", _allgather_reducescatter)
 REGISTRY.register("nvlink", "Triton kernels that store into peers' memory, inside one NVLink domain", _nvlink)
+REGISTRY.register("deepep_ht", "DeepEP high throughput: a row to each rank that needs it", _deepep_ht)
+REGISTRY.register("deepep_ll", "DeepEP low latency: a row to each expert, fixed blocks", _deepep_ll)
+REGISTRY.register("deepep_v2", "DeepEP 2's ElasticBuffer", _deepep_v2)
+REGISTRY.register("nvshmem", "nvshmem4py: plain reads from peers' symmetric memory", _nvshmem)

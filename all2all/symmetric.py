@@ -31,6 +31,8 @@ class Region:
     mine: torch.Tensor
     addresses: tuple[int, ...]
     provider: str
+    parts: tuple[torch.Tensor, ...] = ()
+    """Every rank's part as a tensor, where the provider has them so."""
     release: Callable[[bool], None]
     """Once, with the kernels that use the region done. True: collective. False: the group is broken, ask nobody."""
 
@@ -117,6 +119,7 @@ class SharedFiles:
             mine=mine,
             addresses=tuple(part.data_ptr() for part in parts),
             provider=cls.name,
+            parts=tuple(parts),
             release=lambda collective: parts.clear(),
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from epserve.errors import Incompatible
 
-from .quantization import QuantConfig
+from .quantization import BLOCK, QuantConfig
 from .types import Activation, ExpertLayout, ExpertShape, FusedMoEActivationFormat
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -27,7 +27,9 @@ class PrepareFinalizeCapability:
     quant_dispatch: frozenset[str] = frozenset()
     """Quantisation schemes whose rows can be dispatched already quantised; others are quantised after dispatch."""
     max_ranks: int | None = None
+    rank_counts: frozenset[int] = frozenset()
     max_top_k: int | None = None
+    max_hidden: int | None = None
     hidden_sizes: frozenset[int] = frozenset()
     hidden_multiple_of: int = 1
     uneven_experts: bool = True
@@ -49,6 +51,8 @@ class ExpertsCapability:
     bias: bool = True
     hidden_multiple_of: int = 1
     intermediate_multiple_of: int = 1
+    block_aligned: bool = False
+    """fp8_block only where hidden and intermediate are multiples of its 128 x 128 blocks."""
     supports_expert_map: bool = True
     """Skips slots whose expert is not on this rank (id -1); Standard format over several ranks needs it."""
     cuda_graph: bool = False
@@ -99,7 +103,10 @@ def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spe
         (spec.activation.gated or experts.ungated, "the experts have no ungated form"),
         (not spec.bias or experts.bias, "the experts have no biases"),
         (pf.max_ranks is None or ranks <= pf.max_ranks, f"{ranks} ranks, at most {pf.max_ranks}"),
+        (not pf.rank_counts or ranks in pf.rank_counts, f"{ranks} ranks, not one of {_list(pf.rank_counts)}"),
         (pf.max_top_k is None or shape.top_k <= pf.max_top_k, f"top-k {shape.top_k}, at most {pf.max_top_k}"),
+        (pf.max_hidden is None or shape.hidden <= pf.max_hidden,
+         f"hidden size {shape.hidden}, at most {pf.max_hidden}"),
         (not pf.hidden_sizes or shape.hidden in pf.hidden_sizes,
          f"hidden size {shape.hidden} is not one of {_list(pf.hidden_sizes)}"),
         (shape.hidden % pf.hidden_multiple_of == 0,
@@ -108,6 +115,9 @@ def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spe
          f"hidden size {shape.hidden} is not a multiple of {experts.hidden_multiple_of} (experts)"),
         (shape.intermediate % experts.intermediate_multiple_of == 0,
          f"intermediate size {shape.intermediate} is not a multiple of {experts.intermediate_multiple_of} (experts)"),
+        (not experts.block_aligned or spec.quant.scheme != "fp8_block"
+         or (shape.hidden % BLOCK == 0 and shape.intermediate % BLOCK == 0),
+         f"fp8_block: hidden {shape.hidden} and intermediate {shape.intermediate} must be multiples of {BLOCK} (experts)"),
         (pf.uneven_experts or len(set(counts)) == 1, f"uneven experts per rank {counts}"),
         (spec.layout.num_experts == shape.num_experts,
          f"the layout places {spec.layout.num_experts} experts, the layer has {shape.num_experts}"),

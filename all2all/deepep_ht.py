@@ -1,0 +1,204 @@
+"""DeepEP's high-throughput kernels: Standard format, a row to each rank that needs it. Dispatch waits on the host for
+the number of rows, so no CUDA graph can hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epserve.errors import ConfigError
+from epserve.modular_kernel import (
+    All2AllManager,
+    DispatchHandle,
+    FusedMoEActivationFormat,
+    FusedMoEPrepareAndFinalizeModular,
+    LayerSpec,
+    Prepared,
+    PrepareFinalizeCapability,
+    PrepareFinalizeOptions,
+    RankContext,
+    Receiver,
+    Routing,
+    TopKWeightAndReduceNoOP,
+)
+
+from . import deepep_library as library
+
+RANKS = (2, 4, 8)  # what its kernels inside one node are compiled for
+NUM_SMS = 20  # the library's default
+ROW_BYTES = 16  # rows are moved as int4
+RECEIVE_TOKENS = 256  # of one channel: the library's tuned configurations for up to 8 ranks
+ROW_RECORD_BYTES = (
+    128 * (8 + 4 + 4) + 64
+)  # most ids, weights and scales of a row in the library's buffer, and its source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What finalize must know of one dispatch."""
+
+    library_handle: Any
+    local: Routing
+
+
+class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
+    """bf16, or fp8 in 1x128 blocks out and bf16 home. Partial sums are added by the library, in float32."""
+
+    capability = PrepareFinalizeCapability(
+        activation_format=FusedMoEActivationFormat.Standard,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16}),
+        quant_dispatch=frozenset({"fp8_block"}),
+        rank_counts=frozenset(RANKS),
+        async_receive=True,
+    )
+
+    def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, buffer: Any):
+        super().__init__(ranks, spec, options)
+        if options.combine_order != "rank":
+            raise ConfigError(f"{type(self).__name__} adds partial sums by rank: set combine_order to 'rank'")
+        self.buffer = buffer
+        self.experts = library.Experts(spec, ranks.device)
+        self.quantised = library.sends_quantised(spec, options.dispatch_quantised)
+        self.hidden = padded_hidden(spec)
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int64
+
+    def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
+        return self._start(x_MK, routing, beside=False)()
+
+    def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
+        return Receiver(self.book, self._start(x_MK, routing, beside=True))
+
+    def _start(self, x_MK: torch.Tensor, routing: Routing, *, beside: bool):
+        """Dispatch; the host waits for the counts here, with `beside` the current stream does not for the rows."""
+        if x_MK.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(f"{type(self).__name__} waits on the host in every dispatch: no CUDA graph can hold it")
+        wanted = self.experts.widen(routing)
+        x = library.quantise(x_MK) if self.quantised else library.pad(x_MK, self.hidden)
+        received, ids, weights, handle, done = self._send(x, wanted, beside)
+        sent = (x, wanted)
+
+        def finish() -> Prepared:
+            if beside:
+                done.current_stream_wait()
+            assert sent  # alive until the library's stream is done with it
+            rows, scales = received if self.quantised else (library.unpad(received, x_MK.shape[1]), None)
+            local = Routing(ids_Mt=ids.int(), weights_Mt=weights)
+            flight = Flight(library_handle=handle, local=local)
+            return Prepared(x=rows, scales=scales, routing=local, handle=DispatchHandle(self.book, flight))
+
+        return finish
+
+    def _send(self, x, wanted: library.LibraryIds, beside: bool):
+        """The library's calls of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event)."""
+        timing = self._timing(beside)
+        per_rank, _, per_expert, in_rank, laid_out = self.buffer.get_dispatch_layout(
+            wanted.ids_Mt, self.experts.total, **timing
+        )
+        if beside:
+            timing["previous_event"] = laid_out
+        received, ids, weights, _, handle, done = self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=wanted.ids_Mt,
+            topk_weights=wanted.weights_Mt,
+            **timing,
+        )
+        return received, ids, weights, (handle, per_rank, per_expert), done
+
+    def _send_home(self, y: torch.Tensor, handle: Any, beside: bool):
+        combined, _, done = self.buffer.combine(y, handle[0], **self._timing(beside))
+        return combined, done
+
+    def _timing(self, beside: bool) -> dict[str, Any]:
+        """Beside the current stream: after what it holds now, on the library's own stream."""
+        if not beside:
+            return {"async_finish": False}
+        return {"async_finish": True, "previous_event": self.buffer.capture(), "allocate_on_comm_stream": True}
+
+    def finalize(self, handle, y, *, reduce, out_MK):
+        return self._combine(handle, y, reduce, out_MK, beside=False)()
+
+    def finalize_no_wait(self, handle, y, *, reduce, out_MK):
+        return Receiver(self.book, self._combine(handle, y, reduce, out_MK, beside=True))
+
+    def _combine(self, handle, y, reduce, out_MK, *, beside: bool):
+        flight: Flight = handle.take(self.book)
+        hidden = out_MK.shape[1]
+        if not isinstance(reduce, TopKWeightAndReduceNoOP):
+            y = reduce.apply(y, flight.local, out_MK.new_empty((flight.local.ids_Mt.shape[0], hidden)))
+        y = library.pad(y, self.hidden).contiguous()
+        combined, done = self._send_home(y, flight.library_handle, beside)
+        sent = (y, flight)
+
+        def finish() -> torch.Tensor:
+            if beside:
+                done.current_stream_wait()
+            assert sent
+            return out_MK.copy_(combined[:, :hidden])
+
+        return finish
+
+
+def padded_hidden(spec: LayerSpec) -> int:
+    unit = ROW_BYTES // spec.shape.dtype.itemsize
+    return -(-spec.shape.hidden // unit) * unit
+
+
+class DeepEPHTAll2AllManager(All2AllManager):
+    """One buffer for all configurations; it grows, which is collective, when a larger one is asked for."""
+
+    prepare_finalize = DeepEPHTPrepareAndFinalize
+
+    def __init__(self, ranks: RankContext):
+        super().__init__(ranks)
+        self._buffer: Any = None
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return library.unavailable()
+
+    @classmethod
+    def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
+        """Channels of fixed length: it does not depend on the number of tokens."""
+        row = padded_hidden(spec) * spec.shape.dtype.itemsize + ROW_RECORD_BYTES
+        return NUM_SMS // 2 * spec.layout.num_ranks * (RECEIVE_TOKENS * row + 32)
+
+    def make(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> DeepEPHTPrepareAndFinalize:
+        ranks = self.ranks
+        if ranks.world_size not in RANKS:
+            raise ConfigError(
+                f"deepep_ht runs on {', '.join(map(str, RANKS))} ranks of one host, not on {ranks.world_size}"
+            )
+        from deep_ep import Buffer
+
+        row = padded_hidden(spec) * spec.shape.dtype.itemsize
+        configs = (Buffer.get_dispatch_config(ranks.world_size), Buffer.get_combine_config(ranks.world_size))
+        needed = max(config.get_nvl_buffer_size_hint(row, ranks.world_size) for config in configs)
+        needed = max(needed, self.buffer_bytes(spec, options))
+        if self._buffer is None or self._buffer.num_nvl_bytes < needed:
+            library.check_memory(ranks, needed, "deepep_ht")
+            if self._buffer is not None:
+                library.destroy(self._buffer)
+            self._buffer = Buffer(ranks.group, needed, 0, explicitly_destroy=True)
+            for made in self._made.values():
+                made.buffer = self._buffer  # type: ignore[attr-defined]
+        return self.prepare_finalize(ranks, spec, options, self._buffer)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._buffer = None  # destroying it is collective, and the group is broken: left to the process's end
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            if self._buffer is not None:
+                library.destroy(self._buffer)
+                self._buffer = None

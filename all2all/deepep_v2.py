@@ -1,0 +1,95 @@
+"""DeepEP 2's `ElasticBuffer`: Standard format, over NVLink and RDMA, any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from epserve.errors import ConfigError
+from epserve.modular_kernel import All2AllManager, LayerSpec, PrepareFinalizeOptions
+
+from . import deepep_library as library
+from .deepep_ht import DeepEPHTPrepareAndFinalize, padded_hidden
+
+MIN_NCCL = (2, 30)  # its communicators come from NCCL's device API
+ALIGN = 2 << 20  # of its buffers
+
+
+class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
+    """The high-throughput steps over the newer buffer, which lays a dispatch out itself."""
+
+    capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset())
+
+    def _send(self, x, wanted, beside):
+        received, ids, weights, handle, done = self.buffer.dispatch(
+            x,
+            topk_idx=wanted.ids_Mt,
+            topk_weights=wanted.weights_Mt,
+            num_experts=self.experts.total,
+            num_max_tokens_per_rank=self.options.max_tokens_per_rank,
+            **self._timing(beside),
+        )
+        return received, ids, weights, handle, done
+
+    def _send_home(self, y, handle, beside):
+        combined, _, done = self.buffer.combine(y, handle, **self._timing(beside))
+        return combined, done
+
+    def _timing(self, beside: bool) -> dict[str, Any]:
+        if not beside:
+            return {}
+        event = self.buffer.capture()
+        return {"async_with_compute_stream": True, "previous_event": event, "allocate_on_comm_stream": True}
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            library.destroy(self.buffer)
+
+
+class DeepEPV2All2AllManager(All2AllManager):
+    """A buffer for each configuration."""
+
+    prepare_finalize = DeepEPV2PrepareAndFinalize
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        missing = library.unavailable()
+        if missing:
+            return missing
+        import deep_ep
+
+        if not hasattr(deep_ep, "ElasticBuffer"):
+            version = getattr(deep_ep, "__version__", "of unknown version")
+            return f"the installed deep_ep ({version}) has no ElasticBuffer: it comes with DeepEP 2"
+        nccl = torch.cuda.nccl.version()
+        if nccl[:2] < MIN_NCCL:
+            return f"NCCL {'.'.join(map(str, nccl))}: DeepEP 2 needs {'.'.join(map(str, MIN_NCCL))} or newer"
+        return None
+
+    @classmethod
+    def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
+        """Rows from every rank, and as many on their way home. An estimate: the library's own sum needs its communicator."""
+        rows = spec.layout.num_ranks * options.max_tokens_per_rank
+        row = padded_hidden(spec) * spec.shape.dtype.itemsize + spec.shape.top_k * 12 + 64
+        return -(-2 * rows * row // ALIGN) * ALIGN
+
+    def make(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> DeepEPV2PrepareAndFinalize:
+        if options.max_tokens_per_rank * spec.layout.num_ranks >= 1 << 31:
+            raise ConfigError(
+                f"deepep_v2: max_tokens_per_rank {options.max_tokens_per_rank} is too large for int32 rows"
+            )
+        library.check_memory(self.ranks, self.buffer_bytes(spec, options), "deepep_v2")
+        from deep_ep import ElasticBuffer
+
+        buffer = ElasticBuffer(
+            self.ranks.group,
+            num_max_tokens_per_rank=options.max_tokens_per_rank,
+            hidden=padded_hidden(spec),
+            num_topk=spec.shape.top_k,
+            explicitly_destroy=True,
+        )
+        return self.prepare_finalize(self.ranks, spec, options, buffer)

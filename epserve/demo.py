@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from transformers.utils import logging as hf_logging
 
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
@@ -43,6 +44,7 @@ def run(
     console = console or Console()
     logging.getLogger().setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
+    hf_logging.disable_progress_bar()  # ours is the only bar
     good = True
     with tempfile.TemporaryDirectory(prefix="epserve-demo-") as folder, _progress(console) as progress:
         for family, title in FAMILIES.items():

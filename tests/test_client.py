@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
 import pytest
@@ -320,27 +320,28 @@ def wait_until(condition, timeout_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+@asynccontextmanager
+async def stream_of(engine: FakeEngine):
+    async with serving(engine) as server, AsyncClient(server.address, QUICK) as client, client.stream() as stream:
+        yield stream, server
+
+
 class TestStream:
     async def test_calls_share_a_stream_and_end_in_any_order(self):
         async def by_value(batch):
             await asyncio.sleep(float(batch.hidden[0, 0]) / 1000)
             return batch.hidden
 
-        async with serving(FakeEngine(by_value)) as server, AsyncClient(server.address, QUICK) as client:
-            async with client.stream() as stream:
-                sent = [torch.full((16000 if ms % 9 == 0 else 1, 32), float(ms)) for ms in range(40, 0, -1)]
-                for x, y in zip(sent, await asyncio.gather(*(stream.forward(1, x) for x in sent)), strict=True):
-                    assert torch.equal(x, y)
-                assert server._calls.in_flight == 0
+        sent = [torch.full((16000 if ms % 9 == 0 else 1, 32), float(ms)) for ms in range(40, 0, -1)]
+        async with stream_of(FakeEngine(by_value)) as (stream, server):
+            for x, y in zip(sent, await asyncio.gather(*(stream.forward(1, x) for x in sent)), strict=True):
+                assert torch.equal(x, y)
+            assert server._calls.in_flight == 0
 
     async def test_a_failure_is_of_its_call_alone(self):
-        async with serving(FakeEngine()) as server, AsyncClient(server.address, QUICK) as client:
-            async with client.stream() as stream:
-                calls = [
-                    stream.forward(4 if number % 2 else 1, torch.ones(16000 if number % 3 == 0 else 1, 32))
-                    for number in range(12)
-                ]
-                replies = await asyncio.gather(*calls, return_exceptions=True)
+        requests = [(4 if number % 2 else 1, torch.ones(16000 if number % 3 == 0 else 1, 32)) for number in range(12)]
+        async with stream_of(FakeEngine()) as (stream, _):
+            replies = await asyncio.gather(*(stream.forward(*request) for request in requests), return_exceptions=True)
         assert [type(reply) for reply in replies] == [torch.Tensor, errors.UnknownLayer] * 6
 
     async def test_deadlines_and_cancels_end_one_call(self):
@@ -361,8 +362,7 @@ class TestStream:
 
     async def test_a_stream_that_ended_says_so_to_all(self):
         engine = FakeEngine(hang)
-        async with serving(engine) as server, AsyncClient(server.address, QUICK) as client:
-            stream = client.stream()
+        async with stream_of(engine) as (stream, server):
             waiting = asyncio.ensure_future(stream.forward(1, torch.ones(1, 32)))
             async with asyncio.timeout(10):
                 while not engine.running:
@@ -372,7 +372,6 @@ class TestStream:
                 await waiting
             with pytest.raises(errors.NotReady):
                 await stream.forward(1, torch.ones(1, 32))
-            await stream.close()
 
 
 class TestSecurity:

@@ -1,0 +1,263 @@
+"""Which transformers families epserve serves, found out by doing it: makes docs/coverage.md.
+
+For each family a tiny random checkpoint is written by transformers itself, opened by the service's own loader, run through
+the modular kernel, and generated from with remote experts; a model with local experts says what is right.
+
+    python tests/coverage_table.py            write docs/coverage.md
+    python tests/coverage_table.py mixtral    print these rows
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from coverage_families import CASES, Case, architecture, families, tiny_config
+
+import epserve.transformers
+from all2all.local import LocalPrepareAndFinalize
+from epserve.errors import EpserveError
+from epserve.models.expert_modules import find_layers
+from epserve.models.generic import open_generic
+from epserve.models.tensors import read_json
+from epserve.modular_kernel import (
+    ExpertLayout,
+    ExpertShape,
+    FusedMoEModularKernel,
+    LayerSpec,
+    PrepareFinalizeOptions,
+    RankContext,
+    Routing,
+)
+from epserve.serving import epserve_pb2 as pb
+from experts.loop import LoopExperts
+
+PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
+TOLERANCE = 1e-5  # relative L2 error of a layer in float32
+NEW_TOKENS, PROMPT = 32, (2, 7)  # greedy tokens; prompts and their length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`error`: the largest of any layer. `reason`: of the first no."""
+
+    family: str
+    architecture: str
+    loads: bool = False
+    layer: bool = False
+    generate: bool = False
+    error: float = float("nan")
+    layers: int = 0
+    activation: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class InProcess:
+    """An engine stand-in behind the client's interface: the service's loader and kernel, no ranks and no wire."""
+
+    def __init__(self, path: Path, max_tokens: int = 16):
+        self.checkpoint = open_generic(path, read_json(path / "config.json"))
+        self.info = info = self.checkpoint.info
+        self.max_tokens, self.calls = max_tokens, 0
+        shape = ExpertShape(
+            hidden=info.hidden,
+            intermediate=info.intermediate,
+            num_experts=info.num_experts,
+            top_k=info.top_k,
+            dtype=info.dtype,
+        )
+        layout = ExpertLayout.even(info.num_experts, 1)
+        spec = LayerSpec(shape=shape, layout=layout, activation=info.activation, bias=info.bias)
+        options = PrepareFinalizeOptions(max_tokens_per_rank=max_tokens)
+        self._kernel = FusedMoEModularKernel(LocalPrepareAndFinalize(RankContext(), spec, options), LoopExperts(spec))
+        every = range(info.num_experts)
+        self._weights = {layer: self.checkpoint.load_layer(layer, every).experts for layer in info.layers}
+
+    def model(self) -> Any:
+        info = self.info
+        return SimpleNamespace(
+            family=info.family,
+            name=info.name,
+            hidden=info.hidden,
+            intermediate=info.intermediate,
+            num_experts=info.num_experts,
+            top_k=info.top_k,
+            dtype=pb.FP32,
+            layers=info.layers,
+            scoring=info.gate.scoring,
+            fingerprint=info.fingerprint,
+            max_tokens_per_request=self.max_tokens,
+            max_message_bytes=1 << 30,
+        )
+
+    def forward(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> torch.Tensor:
+        assert hidden.shape[0] <= self.max_tokens, "the client splits what is above the limit"
+        assert topk_ids.shape[1] <= self.info.top_k
+        self.calls += 1
+        routing = Routing(ids_Mt=topk_ids.contiguous(), weights_Mt=topk_weights.contiguous())
+        return self._kernel.forward(hidden, routing, weights=self._weights[layer])
+
+    def forward_async(self, *args: Any) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        future.set_result(self.forward(*args))
+        return future
+
+    def close(self) -> None:
+        self._weights.clear()
+
+
+def write_checkpoint(family: str, folder: Path) -> Path:
+    """A model of random weights, saved by transformers. Experts are scaled so that they matter."""
+    torch.manual_seed(7)
+    model = architecture(family)(tiny_config(family)).eval()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        elif ".experts." in name and name.endswith("_bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def evaluate(family: str) -> Row:
+    """One row. Whatever fails says so in it; nothing is raised."""
+    start = time.perf_counter()
+    torch.set_num_threads(1)
+    for name in ("transformers", "epserve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    facts: dict[str, Any] = {"family": family, "architecture": architecture(family).__name__}
+    with tempfile.TemporaryDirectory(prefix="epserve-coverage-") as folder, torch.no_grad():
+        try:
+            _fill(facts, family, Path(folder))
+        except EpserveError as error:
+            facts["reason"] = str(error).replace(folder, "the checkpoint")
+        except Exception as error:  # a row for every family: one that cannot even be built says why
+            facts["reason"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Row(**facts, seconds=time.perf_counter() - start)
+
+
+def _fill(facts: dict[str, Any], family: str, folder: Path) -> None:
+    path, cls = write_checkpoint(family, folder), architecture(family)
+    local = cls.from_pretrained(path, experts_implementation="eager")
+    served = InProcess(path)
+    layers = find_layers(local)
+    facts |= {"loads": True, "layers": len(layers), "activation": served.info.activation.kind}
+    prompt = torch.randint(3, 89, PROMPT, generator=torch.Generator().manual_seed(3))
+    facts["error"] = _layer_error(local, layers, served, prompt)
+    facts["layer"] = facts["error"] <= TOLERANCE
+    if not facts["layer"]:
+        facts["reason"] = f"a layer is off by {facts['error']:.1e}"
+        return
+    with epserve.transformers.connect(served):
+        remote = cls.from_pretrained(path, experts_implementation="epserve")
+        assert not _remote_parameters(remote)
+        if case_of(family).generates:
+            facts["reason"] = case_of(family).generates
+            return
+        served.calls = 0
+        tokens = [_greedy(model, prompt) for model in (local, remote)]
+    assert served.calls >= NEW_TOKENS * len(layers) or family == "diffusion_gemma", "the service was not asked"
+    facts["generate"] = bool(torch.equal(*tokens))
+    if not facts["generate"]:
+        facts["reason"] = f"tokens differ from number {_first_difference(*tokens)}"
+
+
+def case_of(family: str) -> Case:
+    return CASES.get(family, Case())
+
+
+def _remote_parameters(model: Any) -> list[str]:
+    """Weights that remote experts modules hold; at least one module must be remote."""
+    bound = {name: getattr(module, epserve.transformers.BINDING, None) for name, module in model.named_modules()}
+    remote = [name for name, binding in bound.items() if binding is not None and binding.service is not None]
+    assert remote, "no module is remote"
+    return [f"{name}.{key}" for name in remote for key, _ in model.get_submodule(name).named_parameters()]
+
+
+def _layer_error(model: Any, layers: Any, served: InProcess, prompt: torch.Tensor) -> float:
+    """The largest relative L2 error over all calls of all experts modules in one forward pass."""
+    seen: list[tuple[int, tuple, torch.Tensor]] = []
+    for layer in layers:
+        layer.module.register_forward_hook(
+            lambda _, args, kwargs, out, number=layer.layer: seen.append((number, (*args, *kwargs.values()), out)),
+            with_kwargs=True,
+        )
+    model(input_ids=prompt)
+    for layer in layers:
+        layer.module._forward_hooks.clear()
+    assert {number for number, _, _ in seen} == set(served.info.layers), "a layer was not reached"
+    worst = 0.0
+    for number, (hidden, ids, weights, *_), out in seen:
+        ids = torch.where(ids < served.info.num_experts, ids, -1).int()
+        x_MK = hidden.reshape(-1, hidden.shape[-1])
+        y_MK = torch.cat(
+            [
+                served.forward(number, x, i, w.float())
+                for x, i, w in zip(*(value.split(served.max_tokens) for value in (x_MK, ids, weights)), strict=True)
+            ]
+        )
+        assert out.norm() > 0, "an experts module that returns zeros proves nothing"
+        worst = max(worst, float((y_MK.double() - out.double().view_as(y_MK)).norm() / out.double().norm()))
+    return worst
+
+
+def _greedy(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)  # block diffusion draws noise
+    out = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int((one != other).any(dim=0).nonzero()[0]) - PROMPT[1] if one.shape == other.shape else 0
+
+
+def evaluate_all(names: list[str], *, processes: int = 2) -> list[Row]:
+    with concurrent.futures.ProcessPoolExecutor(max_workers=processes) as pool:
+        return list(pool.map(evaluate, names))
+
+
+def page(rows: list[Row]) -> str:
+    def count(what: str) -> int:
+        return sum(getattr(row, what) for row in rows)
+
+    lines = [
+        "# Coverage of transformers families",
+        "",
+        "Made by the test run (`tests/test_transformers_coverage.py`) with transformers"
+        f" {transformers.__version__}; do not edit.",
+        "",
+        "Each family that has an experts module gets a tiny random checkpoint, written by transformers itself.",
+        "*loads*: the service reads its experts by transformers' own conversion mapping. *layer*: every experts module agrees"
+        f" with the local one to a relative L2 error of {TOLERANCE:.0e} in float32. *generate*: {NEW_TOKENS} greedy tokens of"
+        " two prompts, with remote experts and a KV cache, are those of the local model.",
+        "",
+        f"{len(rows)} families: {count('loads')} load, {count('layer')} reach layer parity, {count('generate')} generate the"
+        " same tokens.",
+        "",
+        "| family | architecture | activation | loads | layer | generate | reason of a no |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        marks = " | ".join("yes" if value else "no" for value in (row.loads, row.layer, row.generate))
+        lines.append(f"| {row.family} | {row.architecture} | {row.activation} | {marks} | {row.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1:]
+    found = evaluate_all(asked or families())
+    for each in found:
+        print(each)
+    if not asked:
+        PAGE.write_text(page(found))

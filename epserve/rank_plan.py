@@ -72,8 +72,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def plan_ranks(config: Config, info: ModelInfo, *, device: str) -> RankPlan:
-    """Raises ConfigError or Incompatible, with every reason. Takes milliseconds."""
+def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = True) -> RankPlan:
+    """Raises ConfigError or Incompatible, with every reason. Takes milliseconds.
+
+    here: this machine runs it. False plans another one, as if it had every package and link.
+    """
     engine = config.engine
     if engine.experts_per_rank and len(engine.experts_per_rank) != engine.ranks:
         raise ConfigError(
@@ -100,7 +103,11 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str) -> RankPlan:
         placement=placement,
         spec=spec,
         chosen=choose_backends(
-            spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=engine.combine_order
+            spec,
+            all2all_name=engine.all2all,
+            experts_name=engine.experts,
+            combine_order=engine.combine_order,
+            here=here,
         ),
         method=method_for(info.quant.scheme),
     )
@@ -116,19 +123,24 @@ def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
 
 
 def choose_backends(
-    spec: LayerSpec, *, all2all_name: str = "auto", experts_name: str = "auto", combine_order: str = "rank"
+    spec: LayerSpec,
+    *,
+    all2all_name: str = "auto",
+    experts_name: str = "auto",
+    combine_order: str = "rank",
+    here: bool = True,
 ) -> Chosen:
-    """The first pair, in order of preference, that fits the layer and can run here."""
+    """The first pair, in order of preference, that fits the layer and, unless `here` is False, can run here."""
     passed = []
     for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
         manager = all2all.REGISTRY.get(outer)
-        missing = manager.unavailable()
+        missing = manager.unavailable() if here else None
         if missing:
             passed.append(f"{outer}: {missing}")
             continue
         for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
             backend = experts.REGISTRY.get(inner)
-            missing = backend.unavailable()
+            missing = backend.unavailable() if here else None
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
             if not reasons and combine_order == "slot" and spec.layout.num_ranks > 1:
                 reasons = _slot_reasons(backend(spec))

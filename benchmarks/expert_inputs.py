@@ -1,0 +1,138 @@
+"""Inputs of the experts' benchmark: shapes, weights, routing, the fp32 reference and the floor. Same seeds, same tensors on every run.
+
+The floor is the larger of the bytes (weights of the active experts, x, out) at 4.3 TB/s, the rate of a copy on an H200, and
+2 * pairs * 3 * N * K operations at 790 (bf16) or 1500 (fp8) TFLOP/s. A kernel that almost only reads can come in just under it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from epserve.modular_kernel import ExpertLayout, ExpertShape, ExpertWeights, LayerSpec, QuantConfig
+
+BYTES_PER_S, FLOPS_PER_S = 4.3e12, {"bf16": 790e12, "fp8_block": 1500e12, "fp8_tensor": 1500e12}
+TOLERANCE = {"bf16": 5e-3, "fp8_block": 6e-2, "fp8_tensor": 6e-2}  # relative L2 error
+SCHEMES = {"bf16": "none", "fp8_block": "fp8_block", "fp8_tensor": "fp8_tensor"}
+STATIC_SCALES = 6.5 / 448.0, 16.0 / 448.0  # activation scales of fp8_tensor: before w13, before w2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One rank's expert layer. The rank holds experts 0 .. local_experts-1 of those that the gate chooses from."""
+
+    local_experts: int
+    global_experts: int
+    hidden: int
+    intermediate: int
+    topk: int
+
+    def spec(self, dtype: str, device: str) -> LayerSpec:
+        shape = ExpertShape(hidden=self.hidden, intermediate=self.intermediate, num_experts=self.global_experts,
+                            top_k=self.topk)  # fmt: skip
+        layout = ExpertLayout.even(self.global_experts, self.global_experts // self.local_experts)
+        return LayerSpec(shape=shape, layout=layout, device=device, quant=QuantConfig(scheme=SCHEMES[dtype]))
+
+
+SHAPES = {
+    "dsv3_ep8": Shape(32, 256, 7168, 2048, 8),
+    "qwen3_235b": Shape(128, 128, 4096, 1536, 8),
+    "mixtral8x7": Shape(8, 8, 4096, 14336, 2),
+}
+
+
+@dataclass(slots=True)
+class Inputs:
+    x: torch.Tensor  # (M, K) bf16
+    ids_local: torch.Tensor  # (M, topk) int32, -1 for experts of other ranks
+    weights: torch.Tensor  # (M, topk) fp32, rows sum to 1
+    pairs: int  # (token, local expert) pairs
+    active: int  # local experts with at least one token
+
+
+def make_weights(shape: Shape, dtype: str, device: str) -> ExpertWeights:
+    """value = stored * scale, as `QuantConfig` lays the scales out; the gate's rows first."""
+    e, k, n = shape.local_experts, shape.hidden, shape.intermediate
+    generator = torch.Generator(device=device).manual_seed(1)
+    stored = torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
+    w13, w2 = (torch.empty(s, dtype=stored, device=device) for s in ((e, 2 * n, k), (e, k, n)))
+    s13 = s2 = a1 = a2 = None
+    if dtype == "fp8_block":
+        s13 = torch.empty((e, 2 * n // 128, k // 128), device=device)
+        s2 = torch.empty((e, k // 128, n // 128), device=device)
+    elif dtype == "fp8_tensor":
+        s13 = torch.full((e,), 6.0 / math.sqrt(k) / 448.0, device=device)
+        s2 = torch.full((e,), 6.0 / math.sqrt(n) / 448.0, device=device)
+        a1, a2 = (torch.full((1,), scale, device=device) for scale in STATIC_SCALES)
+    for expert in range(e):
+        for target, scales in ((w13, s13), (w2, s2)):
+            rows, columns = target.shape[1:]
+            value = torch.randn((rows, columns), device=device, generator=generator, dtype=torch.bfloat16)
+            value.mul_(1.0 / math.sqrt(columns))
+            if dtype == "fp8_tensor":
+                assert scales is not None
+                value = (value.float() / scales[expert]).clamp_(-448, 448)
+            elif dtype == "fp8_block":
+                assert scales is not None
+                blocks = value.float().view(rows // 128, 128, columns // 128, 128)
+                scales[expert] = blocks.abs().amax(dim=(1, 3)).clamp_(min=1e-10) / 448.0
+                value = (blocks / scales[expert][:, None, :, None]).view(rows, columns)
+            target[expert].copy_(value)
+    return ExpertWeights(w13_eNK=w13, w2_eKN=w2, s13=s13, s2=s2, a1=a1, a2=a2)
+
+
+def make_inputs(shape: Shape, m: int, device: str, seed: int, skew: str = "uniform") -> Inputs:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    scores = torch.rand((m, shape.global_experts), generator=generator)
+    if skew == "hot":  # expert 0 for every token, the others uniform
+        scores[:, 0] = 2.0
+    elif skew == "zipf":  # Gumbel top-k: drawn without replacement, popularity 1/rank; expert 0 leads, ranks are spread
+        popularity = 1.0 / (1 + torch.arange(shape.global_experts) * 37 % shape.global_experts)
+        scores = popularity.log() - (-scores.log()).log()
+    ids = scores.topk(shape.topk, dim=1).indices.to(torch.int32)
+    if shape.global_experts > shape.local_experts and m <= 4:  # a tiny batch must not miss this rank altogether
+        for token in range(m):
+            if not bool((ids[token] < shape.local_experts).any()):
+                ids[token, 0] = (seed * 5 + token * 7) % shape.local_experts
+    weights = torch.rand((m, shape.topk), generator=generator) + 0.1
+    weights = weights / weights.sum(1, keepdim=True)
+    x_generator = torch.Generator(device=device).manual_seed(7000 + seed)
+    x = torch.randn((m, shape.hidden), device=device, generator=x_generator, dtype=torch.bfloat16)
+    is_local = ids < shape.local_experts
+    ids_local, local = torch.where(is_local, ids, -1), ids[is_local]
+    return Inputs(x, ids_local.to(device), weights.to(device), local.numel(), local.unique().numel())
+
+
+def dequantize(w: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
+    value = w[expert].float()
+    if scale is None:
+        return value
+    if scale.ndim == 1:
+        return value * scale[expert]
+    rows, columns = value.shape
+    return (value.view(rows // 128, 128, columns // 128, 128) * scale[expert][:, None, :, None]).view(rows, columns)
+
+
+def relative_error(weights: ExpertWeights, inputs: Inputs, out: torch.Tensor, tokens: int) -> float:
+    """L2 error of `out` against fp32 experts on at most `tokens` tokens; ValueError when a value is not finite."""
+    if not bool(torch.isfinite(out).all()):
+        raise ValueError("the output has values that are not finite")
+    m, n = out.shape[0], weights.w2_eKN.shape[2]
+    rows = torch.linspace(0, m - 1, min(m, tokens), device=out.device).long().unique()
+    x, ids, scale = inputs.x[rows].float(), inputs.ids_local[rows].long(), inputs.weights[rows]
+    want = torch.zeros_like(x)
+    for expert in ids[ids >= 0].unique().tolist():
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        h = x[token] @ dequantize(weights.w13_eNK, weights.s13, expert).t()
+        activated = torch.nn.functional.silu(h[:, :n]) * h[:, n:]
+        y = activated @ dequantize(weights.w2_eKN, weights.s2, expert).t()
+        want.index_add_(0, token, y * scale[token, k][:, None])
+    return ((out[rows].float() - want).norm() / want.norm().clamp(min=1e-20)).item()
+
+
+def floor_us(shape: Shape, dtype: str, m: int, pairs: float, active: float) -> float:
+    layer = 3 * shape.intermediate * shape.hidden
+    moved = active * layer * (2 if dtype == "bf16" else 1) + 2 * m * shape.hidden * 2
+    return max(moved / BYTES_PER_S, 2.0 * pairs * layer / FLOPS_PER_S[dtype]) * 1e6

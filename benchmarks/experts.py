@@ -1,0 +1,234 @@
+"""The Triton experts on one GPU: time, distance to the floor, distance to the best known peer of each cell.
+
+    python -m benchmarks.experts --json result.json                         72 cells: 3 shapes x 3 dtypes x 8 token counts
+    python -m benchmarks.experts --shapes dsv3_ep8 --dtypes fp8_block --ms 1 64 4096 --skew zipf
+    python -m benchmarks.experts --format batched                            the batched format on the same rows
+
+Each cell is checked against an fp32 reference, then timed as one CUDA graph over several different inputs: the median of 7 to 60 replays, whose
+output, filled with NaN before, is checked again. Peers' times (`peers/h200.csv`: best of vLLM, SGLang, DeepGEMM, triton_kernels, torch) were
+measured in the same way with the same inputs. Exit status 1 when a cell failed or was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+from benchmarks.expert_inputs import (
+    SHAPES,
+    TOLERANCE,
+    Inputs,
+    Shape,
+    floor_us,
+    make_inputs,
+    make_weights,
+    relative_error,
+)
+from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
+from experts.triton_batched import BatchedTritonExperts
+from experts.triton_compiles import COUNTER
+from experts.triton_experts import TritonExperts
+from experts.triton_tiles import Tiles
+
+HERE = Path(__file__).resolve().parent
+MS = [1, 4, 16, 64, 256, 1024, 4096, 16384]
+BOOK = HandleBook("benchmark")
+
+
+class Standard:
+    """TritonExperts behind run(inputs) -> (M, K)."""
+
+    def __init__(self, shape: Shape, dtype: str, weights: ExpertWeights, table: dict[str, dict[int, Tiles]] | None):
+        self.weights, self.topk = weights, shape.topk
+        self.experts = TritonExperts(shape.spec(dtype, "cuda"))
+        self.experts.table = table
+        self.spaces = Workspaces("cuda")
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        routing = Routing(ids_Mt=inputs.ids_local, weights_Mt=inputs.weights)
+        prepared = Prepared(x=inputs.x, routing=routing, handle=DispatchHandle(BOOK, None))
+        self.spaces.reserve(self.shapes(prepared))
+        return prepared
+
+    def shapes(self, prepared: Prepared):
+        return self.experts.workspace_shapes(prepared.x.shape[0], self.topk, self.weights.num_experts)
+
+    def run(self, prepared: Prepared) -> torch.Tensor:
+        workspace = self.spaces.carve(self.shapes(prepared))
+        return self.experts.apply(workspace.output, prepared, weights=self.weights, workspace=workspace)
+
+    def finish(self, inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+
+class Batched(Standard):
+    """BatchedTritonExperts on the same rows, with room for four times the mean. The weighted sum is not in the time."""
+
+    def __init__(self, shape: Shape, dtype: str, weights: ExpertWeights, table: dict[str, dict[int, Tiles]] | None):
+        super().__init__(shape, dtype, weights, table)
+        self.experts = BatchedTritonExperts(shape.spec(dtype, "cuda"))
+        self.experts.table = table
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        flat = inputs.ids_local.flatten().long()
+        e = self.weights.num_experts
+        counts = torch.bincount(flat[flat >= 0], minlength=e)
+        capacity = max(16, 4 * (-(-int(counts.sum()) // e)), int(counts.max()))
+        x = torch.full((e, capacity, inputs.x.shape[1]), math.nan, dtype=inputs.x.dtype, device=inputs.x.device)
+        for expert in range(e):
+            token = (inputs.ids_local == expert).nonzero()[:, 0]
+            x[expert, : len(token)] = inputs.x[token]
+        prepared = Prepared(x=x, expert_num_tokens=counts.int(), handle=DispatchHandle(BOOK, None))
+        self.spaces.reserve(self.shapes(prepared))
+        return prepared
+
+    def shapes(self, prepared: Prepared):
+        return self.experts.workspace_shapes(0, self.topk, *prepared.x.shape[:2])
+
+    def finish(self, inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
+        summed = torch.zeros_like(inputs.x, dtype=torch.float32)
+        for expert in range(out.shape[0]):
+            token, slot = (inputs.ids_local == expert).nonzero(as_tuple=True)
+            summed.index_add_(0, token, out[expert, : len(token)].float() * inputs.weights[token, slot][:, None])
+        return summed
+
+
+FORMATS = {"standard": Standard, "batched": Batched}
+
+
+def time_graph(run: Callable, batches: list[Prepared]) -> tuple[float, torch.Tensor]:
+    """Median us per batch, and the last batch's output, filled with NaN before the last replay."""
+    for batch in batches:
+        run(batch)
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        outs = [run(batch) for batch in batches]
+        graph.capture_end()
+
+    def replay_ms(repeats: int) -> list[float]:
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start, end in spans:
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in spans]
+
+    times = replay_ms(int(min(60, max(7, 60 / replay_ms(3)[-1]))))
+    outs[-1].fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e3 / len(batches), outs[-1]
+
+
+def measure(kernel: Standard, shape: Shape, dtype: str, m: int, skew: str) -> dict:
+    """Check one cell and time it. A failure is part of the result: it must not end the run."""
+    result: dict = dict.fromkeys(("us", "floor_us", "err", "error"))
+    try:
+        sets = 8 if m <= 64 else 4 if m <= 1024 else 2
+        batches = [make_inputs(shape, m, "cuda", m * 100 + i, skew) for i in range(sets)]
+        pairs, active = (sum(getattr(batch, name) for batch in batches) / sets for name in ("pairs", "active"))
+        result["floor_us"] = floor_us(shape, dtype, m, pairs, active)
+        prepared = [kernel.prepare(batch) for batch in batches]
+        out = kernel.finish(batches[0], kernel.run(prepared[0]))
+        result["err"] = relative_error(kernel.weights, batches[0], out, 256)
+        if result["err"] < TOLERANCE[dtype]:
+            result["us"], out = time_graph(kernel.run, prepared)
+            result["err"] = relative_error(kernel.weights, batches[-1], kernel.finish(batches[-1], out), 64)
+        if not result["err"] < TOLERANCE[dtype]:
+            result["error"] = f"wrong output, allowed error {TOLERANCE[dtype]}"
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return result
+
+
+def compare(name: str, dtype: str, m: int, result: dict, stored: dict) -> dict:
+    """One cell of the report: the measured time beside the stored ones."""
+    cell = {"shape": name, "dtype": dtype, "M": m, **result}
+    known = stored.get((name, dtype, m), {})
+    if known and result["floor_us"] and not math.isclose(result["floor_us"], float(known["floor_us"]), rel_tol=1e-3):
+        cell["error"] = "the inputs are not those of the stored run"
+    cell["best_peer"], cell["best_us"] = known.get("best_peer"), float(known.get("best_us", 0)) or None
+    for ratio, base in (("x_floor", "floor_us"), ("x_best", "best_us")):
+        cell[ratio] = cell["us"] / cell[base] if cell["us"] and cell[base] and not cell["error"] else None
+    return cell
+
+
+def print_cell(cell: dict) -> None:
+    ratios = " ".join(f"{cell[name] or math.nan:6.3f}" for name in ("x_floor", "x_best"))
+    line = f"{cell['shape']:10} {cell['dtype']:10} {cell['M']:5d} {cell['us'] or math.nan:8.1f} {ratios}"
+    print(f"{line} {cell['err'] or math.nan:.1e}" + (f"  FAILED {cell['error']}" if cell["error"] else ""), flush=True)
+
+
+def summarise(cells: list[dict], ratio: str) -> str:
+    have = [cell for cell in cells if cell[ratio]]
+    if not have:
+        return f"{ratio}: in no cell"
+    worst = max(have, key=lambda cell: cell[ratio])
+    mean = statistics.geometric_mean([cell[ratio] for cell in have])
+    place = f"worst {worst[ratio]:.3f} at {worst['shape']} {worst['dtype']} M={worst['M']}"
+    return f"{ratio}: geometric mean {mean:.3f} over {len(have)} of {len(cells)} cells, {place}"
+
+
+def stored_peers(skew: str, layout: str) -> dict:
+    if skew != "uniform" or layout != "standard":
+        return {}
+    with open(HERE / "peers" / "h200.csv", newline="") as file:
+        return {(row["shape"], row["dtype"], int(row["M"])): row for row in csv.DictReader(file)}
+
+
+def environment() -> dict:
+    driver = torch.cuda.get_device_properties(0)
+    return {"gpu": driver.name, "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
+    parser.add_argument("--ms", nargs="+", type=int, default=MS)
+    parser.add_argument("--skew", choices=["uniform", "hot", "zipf"], default="uniform")
+    parser.add_argument("--format", choices=FORMATS, default="standard")
+    parser.add_argument("--table", type=Path, help="a tuned table instead of the shipped one")
+    parser.add_argument("--commit", default="", help="recorded in the result")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args()
+    table = None
+    if options.table:
+        cells = json.loads(options.table.read_text())["cells"]
+        table = {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
+    stored = stored_peers(options.skew, options.format)
+    report = {"format": options.format, "skew": options.skew, "commit": options.commit, **environment(), "cells": []}
+    begin = time.monotonic()
+    COUNTER.install()
+    for name in options.shapes:
+        for dtype in options.dtypes:
+            shape = SHAPES[name]
+            kernel = FORMATS[options.format](shape, dtype, make_weights(shape, dtype, "cuda"), table)
+            for m in options.ms:
+                report["cells"].append(compare(name, dtype, m, measure(kernel, shape, dtype, m, options.skew), stored))
+                print_cell(report["cells"][-1])
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1))
+            del kernel
+            torch.cuda.empty_cache()
+    print(*(summarise(report["cells"], ratio) for ratio in ("x_floor", "x_best")), sep="\n")
+    failed = sum(cell["error"] is not None for cell in report["cells"])
+    print(f"{failed} of {len(report['cells'])} cells failed, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

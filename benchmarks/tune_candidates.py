@@ -1,0 +1,129 @@
+"""What `tune_experts` tries: token tiles of a cell, and for each the tiles of both GEMMs, the likely best first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.expert_inputs import Shape
+from experts.triton_launch import DIRECT_SLOTS
+from experts.triton_tiles import SHARED_MEMORY, GemmTiles
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """A candidate of the first GEMM, and whether rows are expanded for it."""
+
+    tiles: GemmTiles
+    expand: bool = False
+
+
+def shared_memory(c: GemmTiles, bm: int, *, gated: bool, size: int) -> int:
+    """Bytes of the pipeline's buffers: a rough guess that only drops hopeless candidates."""
+    return c.stages * c.bk * (bm * (2 if c.fly else size) + (2 if gated else 1) * c.bn * size)
+
+
+def token_tiles(dtype: str, shape: Shape, m: int) -> list[int]:
+    """Around the expected rows per active expert."""
+    slots = m * shape.topk
+    rows = max(1.0, slots / shape.global_experts)
+    if (slots <= DIRECT_SLOTS and m <= 16) or rows <= 4:
+        return [16]
+    if rows <= 12:
+        return [16, 32]
+    if rows <= 40:
+        return [32, 64]
+    if rows <= 80:
+        return [64, 128]
+    return [128] if rows > 300 and dtype != "fp8_block" else [128, 64]
+
+
+def candidates(dtype: str, shape: Shape, m: int, bm: int) -> tuple[list[First], list[GemmTiles]]:
+    size = 2 if dtype == "bf16" else 1
+    block = dtype == "fp8_block"
+    firsts: list[First] = []
+    seconds: list[GemmTiles] = []
+
+    def first(*, expand: bool = False, **options) -> None:
+        option = First(GemmTiles(**options), expand)
+        if option not in firsts and shared_memory(option.tiles, bm, gated=True, size=size) <= SHARED_MEMORY - 2048:
+            firsts.append(option)
+
+    def second(**options) -> None:
+        option = GemmTiles(**options)
+        if option not in seconds and shared_memory(option, bm, gated=False, size=size) <= SHARED_MEMORY - 2048:
+            seconds.append(option)
+
+    if bm <= 32:
+        _thin(first, second, shape, m, size=size, block=block)
+    elif bm == 64:
+        _medium(first, second, size=size, block=block)
+    else:
+        _thick(first, second, size=size, block=block)
+    return firsts, seconds
+
+
+def _thin(first, second, shape: Shape, m: int, *, size: int, block: bool) -> None:
+    few = m * shape.topk * shape.local_experts / shape.global_experts <= 16
+    for split in (1, 2, 4, 8) if few else (1, 2):
+        for fly in [False] if size == 2 else [True, False] if m <= 64 else [False]:
+            for bn in [128] if block else [64, 128]:
+                for stages in [3, 4] if size * bn >= 256 else [4, 6]:
+                    first(swap=True, bn=bn, bk=128, split=split, fly=fly, stages=stages)
+                if size == 2:
+                    first(swap=True, bn=bn, bk=64, split=split, stages=6)
+                if block:
+                    first(swap=True, bn=bn, bk=128, split=split, fly=fly, warps=8, stages=4)
+                elif size == 1 and not fly:
+                    first(swap=True, bn=bn, bk=256, split=split, stages=3)
+            first(swap=True, bn=128 if block else 64, bk=128, split=split, fly=fly, full_grid=True, stages=4)
+        for bn in (64, 128):
+            for stages in (4, 6):
+                second(swap=True, bn=bn, bk=128, split=split, stages=stages)
+            if size == 2:
+                second(swap=True, bn=bn, bk=64, split=split, stages=6)
+            elif not block:
+                second(swap=True, bn=bn, bk=256, split=split, stages=3)
+        second(swap=True, bn=64, bk=128, split=split, full_grid=True, stages=4)
+
+
+def _medium(first, second, *, size: int, block: bool) -> None:
+    bk = 64 if size == 2 else 128
+    for group in (2, 8):
+        for swap in (True, False):
+            for stages in (4, 3):
+                first(swap=swap, bn=128, bk=bk, group=group, warps=8, stages=stages)
+                second(swap=swap, bn=128, bk=bk, group=group, warps=8 if block else 4, stages=stages)
+        if block:
+            first(bn=128, bk=bk, group=group, warps=8, stages=4, expand=True)
+            second(swap=True, bn=128, bk=bk, group=group, warps=4, stages=4)
+            second(bn=64, bk=bk, group=group, warps=4, stages=4)
+        else:
+            first(bn=64, bk=bk, group=group, warps=4, stages=4)
+            first(swap=True, bn=64, bk=bk, group=group, warps=4, stages=4)
+            for expand in (False, True):
+                first(bn=64, bk=bk, group=group, warps=4, stages=4, wide=True, expand=expand)
+                first(bn=128, bk=bk, group=group, warps=4, stages=4, wide=True, expand=expand)
+            second(bn=256, bk=bk, group=group, warps=8, stages=4)
+            second(bn=256, bk=bk, group=group, warps=4, stages=4)
+
+
+def _thick(first, second, *, size: int, block: bool) -> None:
+    bk = 64 if size == 2 else 128
+    for group in (8, 16, 4):
+        if block:
+            for stages in (4, 3):
+                for expand in (False, True):
+                    first(bn=128, bk=bk, group=group, warps=8, stages=stages, expand=expand)
+                second(bn=128, bk=bk, group=group, warps=8, stages=stages)
+                second(bn=128, bk=bk, group=group, warps=8, stages=stages, flat=True)
+            continue
+        for expand in (False, True):
+            first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=expand)
+            first(bn=64, bk=bk, group=group, warps=4, stages=3, wide=True, expand=expand)
+        first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=True, flat=True)
+        first(bn=128, bk=bk, group=group, warps=8, stages=4)
+        second(bn=256, bk=bk, group=group, warps=8, stages=4)
+        second(bn=256, bk=bk, group=group, warps=8, stages=4, flat=True)
+        second(bn=128, bk=bk, group=group, warps=4, stages=3)
+        second(bn=128, bk=bk, group=group, warps=8, stages=4)
+        second(swap=True, bn=128, bk=bk, group=group, warps=8, stages=4)

@@ -1,0 +1,98 @@
+"""What the GEMM kernels share: programmatic launch, which tile a program works on, one matrix step, the non-linearity.
+
+Tiles: `BM` rows of one expert. `tiles` is a table of int32, `(3, T)` = expert, first row, number of rows, then the number
+of tiles. In direct mode (few slots) there is no table: every program derives it from the ids, in registers.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+EXACT = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter multiplies the raw bits of bf16; there, and only there, operands are widened first."""
+
+FLOAT, TENSOR, BLOCK, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Scales of activations: none; one static number; one for 128 columns; one a row."""
+
+DIRECT, GATHER, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Where a tile's rows come from: slots found in the ids; slots in `order`; rows that already lie expert by expert."""
+
+SILU, GELU, GELU_TANH, RELU2, SWIGLUOAI = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def pdl_enter(ON: tl.constexpr):
+    """Programmatic dependent launch: wait for the kernel before, let the kernel after start its own prologue."""
+    if ON:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def direct_state(ids, S, BM, SP: tl.constexpr, BINS: tl.constexpr):
+    """The ids of all slots, tiles per expert and the running sum of tiles. SP >= S, BINS > number of experts."""
+    j, bins = tl.arange(0, SP), tl.arange(0, BINS)
+    e = tl.load(ids + j, mask=j < S, other=-1)
+    n = tl.histogram(tl.where(e >= 0, e, BINS - 1), BINS)
+    per = tl.where(bins < BINS - 1, (n + BM - 1) // BM, 0)
+    return e, per, tl.cumsum(per, 0) - per
+
+
+@triton.jit
+def direct_tile(t, ej, per, toff, BM: tl.constexpr, SP: tl.constexpr, BINS: tl.constexpr):
+    """Tile t's expert, its slots and which of the BM rows are real."""
+    j, bins, m = tl.arange(0, SP), tl.arange(0, BINS), tl.arange(0, BM)
+    hit = (t >= toff) & (t < toff + per)
+    e = tl.sum(tl.where(hit, bins, 0), 0)
+    first = (t - tl.sum(tl.where(hit, toff, 0), 0)) * BM
+    same = (ej == e).to(tl.int32)
+    rank = tl.cumsum(same, 0) - same
+    chosen = (same[None, :] > 0) & (rank[None, :] == first + m[:, None])
+    return e, tl.sum(tl.where(chosen, j[None, :], 0), 1), tl.sum(chosen.to(tl.int32), 1) > 0
+
+
+@triton.jit
+def work_item(w, num_tiles, GM, NB: tl.constexpr, SPLIT: tl.constexpr):
+    """Work item -> tile, column block, split. Inside a group of GM tiles the tile runs fastest: weights stay in L2."""
+    q = w // SPLIT
+    first = q // (GM * NB) * GM
+    size = tl.minimum(num_tiles - first, GM)
+    rest = q % (GM * NB)
+    return first + rest % size, rest // size, w % SPLIT
+
+
+@triton.jit
+def matrix_step(a, w, acc, SWAP: tl.constexpr):
+    """acc + a (BM, BK) x w (BN, BK)^T; SWAP: transposed, the weights in WGMMA's 64-row operand."""
+    if EXACT and w.dtype != tl.int8:
+        a, w = a.to(tl.float32), w.to(tl.float32)
+    if SWAP:
+        acc = tl.dot(w, tl.trans(a), acc, out_dtype=acc.dtype)
+    else:
+        acc = tl.dot(a, tl.trans(w), acc, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def to_e4m3(v):
+    return tl.minimum(tl.maximum(v, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def activate(g, u, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """act(gate) * up in float32; LIMIT 0 means no clamp."""
+    if LIMIT > 0:
+        g = tl.minimum(g, LIMIT)
+        u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
+    if ACT == SILU:
+        v = g * tl.sigmoid(g) * u
+    elif ACT == GELU:
+        v = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476)) * u
+    elif ACT == GELU_TANH:  # 0.5 * (1 + tanh(z)) = sigmoid(2 z)
+        v = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
+    elif ACT == RELU2:
+        r = tl.maximum(g, 0.0)
+        v = r * r * u
+    else:
+        v = g * tl.sigmoid(ALPHA * g) * (u + 1.0)
+    return v

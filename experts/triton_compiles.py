@@ -1,0 +1,65 @@
+"""Counts what Triton compiles, so that a compile on the request path is seen: in `GetStatus`, in the metrics and in tests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+
+import triton
+
+LOG = logging.getLogger("epserve.experts")
+
+
+class CompileCounter:
+    """Kernel variants that were asked for and not in memory: before `ready()` they are warm-up, after it they are late."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.warm: dict[str, int] = {}
+        self.late: dict[str, int] = {}
+        self.is_ready = False
+        self._before = None
+
+    def install(self) -> None:
+        """Chain behind the hook that is there. Idempotent."""
+        if triton.knobs.runtime.jit_cache_hook != self._hook:
+            self._before = triton.knobs.runtime.jit_cache_hook
+            triton.knobs.runtime.jit_cache_hook = self._hook
+
+    def remove(self) -> None:
+        if triton.knobs.runtime.jit_cache_hook == self._hook:
+            triton.knobs.runtime.jit_cache_hook = self._before
+
+    def ready(self) -> None:
+        """Warm-up is over: whatever is compiled from here on is counted as late, and logged."""
+        self.is_ready = True
+
+    @contextmanager
+    def warming(self):
+        """Compiles inside this block are warm-up even after `ready()`: a layer that is loaded later."""
+        was, self.is_ready = self.is_ready, False
+        try:
+            yield
+        finally:
+            self.is_ready = was
+
+    @property
+    def num_warm(self) -> int:
+        return sum(self.warm.values())
+
+    @property
+    def num_late(self) -> int:
+        return sum(self.late.values())
+
+    def _hook(self, *, fn, **other):
+        with self._lock:
+            counts = self.late if self.is_ready else self.warm
+            counts[fn.name] = counts.get(fn.name, 0) + 1
+        if self.is_ready:
+            LOG.warning("kernel %s is compiled on the request path: a variant that warm-up missed", fn.name)
+        return self._before(fn=fn, **other) if self._before is not None else None
+
+
+COUNTER = CompileCounter()
+"""The process's counter: hooks are global in Triton. `install()` by the experts that need it, at warm-up."""

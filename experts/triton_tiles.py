@@ -1,0 +1,143 @@
+"""Tile sizes of the Triton experts: what a configuration says, the measured tables that we ship, and the rule without them.
+
+A table is `tuned/DEVICE.json`, written by `benchmarks/tune_experts.py`; a cell of it is one (shape, quantisation, bucket of tokens).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+from epserve.modular_kernel import LayerSpec
+
+BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+"""Tokens. A batch takes the configuration of the bucket that is nearest on a logarithmic scale."""
+
+SHARED_MEMORY = 232448  # bytes that one program may use on compute capability 9.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmTiles:
+    """One GEMM. `bn` output columns (of gate and of up, in the first) and `bk` inner columns a step."""
+
+    bn: int
+    bk: int
+    swap: bool = False
+    """The weights take the 64-row operand of WGMMA: for thin token tiles."""
+    split: int = 1
+    """Programs that share one tile's inner dimension."""
+    group: int = 1
+    """Token tiles that pass over a column block before the next: keeps weights in the L2 cache."""
+    fly: bool = False
+    """First GEMM only: quantise activations inside it."""
+    wide: bool = False
+    """First GEMM only: gate and up in one accumulator of 2 * bn columns."""
+    flat: bool = False
+    """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
+    full_grid: bool = False
+    """One program a work item, instead of as many as fit on the device at once."""
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """One configuration of the whole layer: `bm` rows a tile."""
+
+    bm: int
+    gate_up: GemmTiles
+    down: GemmTiles
+    expand: bool = False
+    """Copy (and quantise) rows expert by expert first, so that the first GEMM takes them by TMA and need not gather."""
+
+    @classmethod
+    def from_json(cls, cell: dict) -> Tiles:
+        parts = {name: GemmTiles(**cell[name]) for name in ("gate_up", "down")}
+        return cls(bm=cell["bm"], expand=cell.get("expand", False), **parts)
+
+    def to_json(self) -> dict:
+        """Without the fields that have their default."""
+        return {"bm": self.bm, **({"expand": True} if self.expand else {})} | {
+            name: {
+                f.name: getattr(part, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default
+            }
+            for name, part in (("gate_up", self.gate_up), ("down", self.down))
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a table is keyed by, the bucket of tokens apart."""
+
+    scheme: str
+    hidden: int
+    intermediate: int
+    local_experts: int
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, spec: LayerSpec, local_experts: int) -> Problem:
+        s = spec.shape
+        scheme = spec.quant.scheme
+        return cls(scheme=scheme, hidden=s.hidden, intermediate=s.intermediate, local_experts=local_experts,
+                   num_experts=s.num_experts, top_k=s.top_k)  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        return (
+            f"{self.scheme} K{self.hidden} N{self.intermediate} E{self.local_experts}/{self.num_experts} t{self.top_k}"
+        )
+
+    def rows_per_expert(self, num_tokens: int) -> float:
+        """Expected, with every token of all ranks in the batch and even routing."""
+        return num_tokens * self.top_k / self.num_experts
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The bucket whose upper neighbour is more than twice away: 3 -> 4, 9 -> 16, 33 -> 64."""
+    return next((b for b in BUCKETS if num_tokens <= 2 * b), BUCKETS[-1])
+
+
+@functools.cache
+def shipped(device_name: str) -> dict[str, dict[int, Tiles]]:
+    """Problem key -> bucket -> configuration, from `tuned/`; empty for a device that was not measured."""
+    file = resources.files("experts") / "tuned" / (device_name.lower().replace(" ", "_") + ".json")
+    if not file.is_file():
+        return {}
+    cells = json.loads(file.read_text())["cells"]
+    return {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
+
+
+def choose(problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]]) -> tuple[Tiles, str]:
+    """The configuration for a batch of `num_tokens`, and where it comes from."""
+    bucket = bucket_of(num_tokens)
+    measured = table.get(problem.key, {}).get(bucket)
+    if measured is not None:
+        return measured, f"measured for this shape, {bucket} tokens"
+    return default_tiles(problem, bucket), "the rule for shapes that were not measured"
+
+
+def default_tiles(problem: Problem, num_tokens: int) -> Tiles:
+    """A guess from tokens per expert. Thin tiles swap the operands; few tiles split the inner dimension over programs."""
+    rows = problem.rows_per_expert(num_tokens)
+    block, half = problem.scheme == "fp8_block", problem.scheme == "none"
+    bm = 16 if rows <= 8 or num_tokens <= 16 else 32 if rows <= 24 else 64 if rows <= 48 else 128
+    bk = 64 if half else 128
+    if bm <= 32:
+        pairs = num_tokens * problem.top_k * problem.local_experts / problem.num_experts
+        active = min(problem.local_experts, max(1, round(pairs)))
+        bn = 128 if block else 64
+        split = 1
+        while active * (problem.intermediate // bn) * split < 264 and split < 8 and num_tokens <= 16:
+            split *= 2
+        first = GemmTiles(bn=bn, bk=128, swap=True, split=split, stages=4 if not half else 3)
+        return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=64, bk=128, swap=True, stages=4))
+    if bm == 64:
+        first = GemmTiles(bn=128 if block else 64, bk=bk, group=2, warps=8 if block else 4)
+        return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=128, bk=bk, group=2, warps=8 if block else 4))
+    first = GemmTiles(bn=128, bk=bk, group=8, warps=8, wide=not block)
+    return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=128 if block else 256, bk=bk, group=8, warps=8))

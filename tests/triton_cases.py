@@ -1,0 +1,332 @@
+"""Inputs for the Triton experts and the float64 truth, for the interpreter (CPU) and for a GPU alike.
+
+python -m tests.triton_cases            every case on the GPU of this machine; exit status 1 when one is wrong
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+
+from epserve.modular_kernel import (
+    Activation,
+    DispatchHandle,
+    ExpertLayout,
+    ExpertShape,
+    ExpertWeights,
+    HandleBook,
+    LayerSpec,
+    Prepared,
+    QuantConfig,
+    Routing,
+    TopKWeightAndReduceNaiveBatched,
+    Workspaces,
+)
+from experts.activation import activate
+from experts.triton_batched import BatchedTritonExperts
+from experts.triton_experts import TritonExperts
+from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOLERANCE = {"none": 6e-3, "int8_channel": 2.5e-2}  # relative L2 error; every e4m3 scheme: 6e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    why: str
+    tokens: int
+    scheme: str = "none"
+    dynamic: bool = False
+    dtype: torch.dtype = BF16
+    local: int = 8
+    total: int = 16
+    hidden: int = 256
+    intermediate: int = 256
+    top_k: int = 2
+    routing: str = "uniform"
+    """uniform; hot: half of the slots go to expert 0; remote: no slot is local; twice: both slots name one expert."""
+    activation: Activation = Activation()
+    bias: bool = False
+    quantised_input: bool = False
+    tiles: Tiles | None = None
+
+    def __str__(self) -> str:
+        return self.why.replace(" ", "-")
+
+    @property
+    def spec(self) -> LayerSpec:
+        shape = ExpertShape(hidden=self.hidden, intermediate=self.intermediate, num_experts=self.total,
+                            top_k=self.top_k, dtype=self.dtype)  # fmt: skip
+        return LayerSpec(shape=shape, layout=ExpertLayout.even(self.total, max(1, self.total // self.local)),
+                         quant=QuantConfig(scheme=self.scheme, dynamic=self.dynamic), activation=self.activation,
+                         bias=self.bias, device="cpu")  # fmt: skip
+
+
+def gemm(**options) -> GemmTiles:
+    return GemmTiles(**{"bn": 128, "bk": 128, **options})
+
+
+def thick(bm=64, *, expand=False, wide=False, flat=False, warps=4, swap=False, bk=128) -> Tiles:
+    first = gemm(wide=wide, flat=flat, group=2, warps=warps, stages=3, swap=swap, bk=bk)
+    return Tiles(
+        bm=bm, expand=expand, gate_up=first, down=gemm(flat=flat, group=3, warps=warps, stages=3, swap=swap, bk=bk)
+    )
+
+
+def thin(bm=16, *, split=1, split2=1, fly=False, expand=False) -> Tiles:
+    return Tiles(
+        bm=bm, expand=expand, gate_up=gemm(swap=True, split=split, fly=fly), down=gemm(swap=True, split=split2)
+    )
+
+
+CASES = [
+    Case(why="no rows", tokens=0),
+    Case(why="one token, direct", tokens=1),
+    Case(why="direct, split-K in both GEMMs", tokens=5, hidden=512, tiles=thin(split=3, split2=2)),
+    Case(why="direct limit exactly", tokens=64),
+    Case(why="first size that is sorted", tokens=65),
+    Case(why="sorted, split-K", tokens=70, hidden=512, tiles=thin(split=3, split2=2)),
+    Case(why="sorted by two launches", tokens=600, tiles=thick(64)),
+    Case(why="all slots remote", tokens=9, routing="remote"),
+    Case(why="all slots remote, sorted", tokens=90, routing="remote"),
+    Case(why="the same expert twice in a row", tokens=7, routing="twice"),
+    Case(why="one expert has half of the slots", tokens=100, local=4, total=4, routing="hot", tiles=thick(64)),
+    Case(why="rows expanded, loads by TMA", tokens=70, local=2, total=2, tiles=thick(64, expand=True)),
+    Case(why="gate and up in one accumulator", tokens=70, local=2, total=2, tiles=thick(64, expand=True, wide=True)),
+    Case(why="gathered, one accumulator", tokens=70, local=2, total=2, tiles=thick(64, wide=True)),
+    Case(why="loops fused", tokens=70, local=2, total=2, tiles=thick(64, expand=True, wide=True, flat=True)),
+    Case(why="token tile 128", tokens=90, local=2, total=2, tiles=thick(128, wide=True, expand=True, warps=8)),
+    Case(why="swapped thick tiles", tokens=70, local=2, total=2, tiles=thick(64, swap=True)),
+    Case(why="float16", tokens=33, dtype=torch.float16),
+    Case(why="sizes that no tile divides", tokens=70, local=2, total=2, hidden=336, intermediate=208, tiles=thick(64, wide=True, expand=True)),
+    Case(why="odd sizes, gathered", tokens=70, local=2, total=2, hidden=336, intermediate=208, tiles=thick(64)),
+    Case(why="odd sizes, direct, split", tokens=20, hidden=336, intermediate=208, tiles=thin(split=2, split2=2)),
+    Case(why="three experts, top-3 of 3", tokens=31, local=3, total=3, top_k=3),
+    Case(why="gpt-oss: clamped swiglu and biases", tokens=21, bias=True,
+         activation=Activation(kind="swigluoai", limit=7.0)),
+    Case(why="biases with split-K", tokens=21, bias=True, tiles=thin(split=2, split2=2)),
+    Case(why="biases, thick", tokens=70, local=2, total=2, bias=True, tiles=thick(64, wide=True)),
+    Case(why="gelu", tokens=5, activation=Activation(kind="gelu")),
+    Case(why="gelu tanh", tokens=5, activation=Activation(kind="gelu_tanh")),
+    Case(why="relu squared", tokens=5, activation=Activation(kind="relu2")),
+    Case(why="fp8 static tensor scale", tokens=5, scheme="fp8_tensor"),
+    Case(why="fp8 static, quantised on the fly", tokens=5, scheme="fp8_tensor", tiles=thin(fly=True, split=2)),
+    Case(why="fp8 static, thick and wide", tokens=70, local=2, total=2, scheme="fp8_tensor", tiles=thick(64, wide=True, expand=True)),
+    Case(why="fp8 dynamic, direct", tokens=5, scheme="fp8_tensor", dynamic=True),
+    Case(why="fp8 dynamic, sorted", tokens=70, local=2, total=2, scheme="fp8_tensor", dynamic=True, tiles=thick(64, expand=True)),
+    Case(why="fp8 channel, direct", tokens=5, scheme="fp8_channel"),
+    Case(why="fp8 channel, sorted", tokens=70, local=2, total=2, scheme="fp8_channel", tiles=thick(64)),
+    Case(why="fp8 channel, odd sizes", tokens=70, local=2, total=2, scheme="fp8_channel", hidden=336, intermediate=208,
+         tiles=thick(64, wide=True, expand=True)),
+    Case(why="fp8 blocks, direct", tokens=5, scheme="fp8_block"),
+    Case(why="fp8 blocks on the fly, split", tokens=5, hidden=512, scheme="fp8_block", tiles=thin(fly=True, split=2)),
+    Case(why="fp8 blocks, sorted", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64)),
+    Case(why="fp8 blocks, expanded", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64, expand=True)),
+    Case(why="fp8 blocks arrive quantised, direct", tokens=9, scheme="fp8_block", quantised_input=True,
+         tiles=thin(fly=True)),
+    Case(why="fp8 blocks arrive quantised, sorted", tokens=70, local=2, total=2, scheme="fp8_block", quantised_input=True,
+         tiles=thick(64, expand=True)),
+    Case(why="int8 channel, direct", tokens=5, scheme="int8_channel"),
+    Case(why="int8 channel, split", tokens=5, hidden=512, scheme="int8_channel", tiles=thin(split=2)),
+    Case(why="int8 channel, sorted", tokens=70, local=2, total=2, scheme="int8_channel", tiles=thick(64)),
+]  # fmt: skip
+
+
+def make_weights(case: Case, device: str, seed: int = 1) -> tuple[ExpertWeights, tuple[torch.Tensor, torch.Tensor]]:
+    """The stored weights, and what they mean: float64 w13 and w2."""
+    g = torch.Generator().manual_seed(seed)
+    e, K, N = case.local, case.hidden, case.intermediate
+    true = [torch.randn(shape, generator=g) / shape[-1] ** 0.5 for shape in ((e, 2 * N, K), (e, K, N))]
+    stored, scales = zip(*(_store(w, case) for w in true), strict=True)
+    meaning = tuple(_widen(q, s, case) for q, s in zip(stored, scales, strict=True))
+    bias = [
+        torch.randn(shape, generator=g).to(case.dtype).to(device) if case.bias else None
+        for shape in ((e, 2 * N), (e, K))
+    ]
+    static = case.scheme == "fp8_tensor" and not case.dynamic
+    a1, a2 = (torch.tensor([top / 448.0], device=device) if static else None for top in (6.0, 16.0))
+    s13, s2 = (None if s is None else s.to(device) for s in scales)
+    weights = ExpertWeights(w13_eNK=stored[0].to(device), w2_eKN=stored[1].to(device), activation=case.activation,
+                            b13=bias[0], b2=bias[1], s13=s13, s2=s2, a1=a1, a2=a2)  # fmt: skip
+    return weights, meaning
+
+
+def _store(w: torch.Tensor, case: Case):
+    """(stored, scale) as `QuantConfig` has it."""
+    match case.scheme:
+        case "none":
+            return w.to(case.dtype), None
+        case "fp8_tensor":
+            s = w.abs().amax((1, 2)) / 448.0
+            return (w / s[:, None, None]).to(FP8), s
+        case "fp8_channel":
+            s = w.abs().amax(2) / 448.0
+            return (w / s[:, :, None]).to(FP8), s
+        case "int8_channel":
+            s = w.abs().amax(2) / 127.0
+            return (w / s[:, :, None]).round().to(torch.int8), s
+    blocks = w.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    s = blocks.abs().amax((2, 4)) / 448.0
+    return (blocks / s[:, :, None, :, None]).reshape(w.shape).to(FP8), s
+
+
+def _widen(q: torch.Tensor, s: torch.Tensor | None, case: Case) -> torch.Tensor:
+    w = q.double()
+    if s is None:
+        return w
+    if case.scheme == "fp8_block":
+        return w * s.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return w * (s[:, None, None] if s.ndim == 1 else s[:, :, None]).double()
+
+
+def make_routing(case: Case, device: str, seed: int = 2) -> Routing:
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.rand((case.tokens, case.total), generator=g)
+    if case.routing == "hot":
+        scores[:, 0] = 2.0
+    ids = scores.topk(case.top_k, 1).indices
+    if case.routing == "twice":
+        ids[:, 1] = ids[:, 0]
+    if case.routing == "remote":
+        ids[:] = -1
+    ids = torch.where(ids < case.local, ids, -1).int()
+    weights = torch.rand((case.tokens, case.top_k), generator=g) + 0.1
+    weights[ids < 0] = float("nan")  # ignored, says the contract
+    return Routing(ids_Mt=ids.to(device), weights_Mt=weights.to(device))
+
+
+def make_input(case: Case, device: str, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = torch.randn((case.tokens, case.hidden), generator=torch.Generator().manual_seed(seed))
+    x[:, : min(64, case.hidden)] *= 0.01
+    if not case.quantised_input:
+        return x.to(case.dtype).to(device), None
+    blocks = x.unflatten(1, (-1, 128))
+    scales = blocks.abs().amax(2) / 448.0
+    return (blocks / scales[:, :, None]).flatten(1).to(FP8).to(device), scales.to(device)
+
+
+def truth(case: Case, meaning, weights: ExpertWeights, x, scales, routing: Routing) -> torch.Tensor:
+    """Float64, one slot after the other."""
+    wide = x.cpu().double()
+    if scales is not None:
+        wide = wide * scales.cpu().double().repeat_interleave(128, 1)
+    out = torch.zeros((case.tokens, case.hidden), dtype=torch.float64)
+    ids, topk_weights = routing.ids_Mt.cpu(), routing.weights_Mt.cpu()
+    for expert in range(case.local):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        h = wide[token] @ meaning[0][expert].T
+        if case.bias:
+            h = h + weights.b13[expert].cpu().double()
+        y = activate(h, case.activation) @ meaning[1][expert].T
+        if case.bias:
+            y = y + weights.b2[expert].cpu().double()
+        out.index_add_(0, token, y * topk_weights[token, slot].double()[:, None])
+    return out
+
+
+def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+    got = out.cpu().double()
+    assert bool(torch.isfinite(got).all()), "values that are not finite"
+    return ((got - want).norm() / want.norm().clamp(min=1e-20)).item()
+
+
+def tolerance(case: Case) -> float:
+    return TOLERANCE.get(case.scheme, 6e-2) if case.dtype != torch.float16 else 2e-3
+
+
+def standard(case: Case, device: str) -> TritonExperts:
+    experts = TritonExperts(dataclasses.replace(case.spec, device=device))
+    if case.tiles is not None:
+        experts.table = {Problem.of(case.spec, case.local).key: dict.fromkeys(BUCKETS, case.tiles)}
+    return experts
+
+
+def run_standard(case: Case, device: str, *, poison: bool = True, experts: TritonExperts | None = None, shift: int = 0):
+    """One `apply` on poisoned scratch; `shift` permutes the tokens, which must not change any token's bits."""
+    experts = experts or standard(case, device)
+    weights, meaning = make_weights(case, device)
+    x, scales = make_input(case, device)
+    routing = make_routing(case, device)
+    prepared = Prepared(x=x.roll(shift, 0) if shift else x, scales=scales if scales is None else scales.roll(shift, 0),
+                        routing=Routing(ids_Mt=routing.ids_Mt.roll(shift, 0), weights_Mt=routing.weights_Mt.roll(shift, 0)),
+                        handle=DispatchHandle(HandleBook("test"), None))  # fmt: skip
+    shapes = experts.workspace_shapes(case.tokens, case.top_k, case.local)
+    spaces = Workspaces(device)
+    spaces.reserve(shapes)
+    if poison:
+        spaces.poison()
+    workspace = spaces.carve(shapes)
+    out = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+    return out.roll(-shift, 0).clone(), truth(case, meaning, weights, x, scales, routing)
+
+
+def run_batched(case: Case, device: str, *, capacity: int, fill: float = float("nan")):
+    """The same tokens in the batched format; rows past the count hold `fill`."""
+    experts = BatchedTritonExperts(dataclasses.replace(case.spec, device=device))
+    if case.tiles is not None:
+        experts.table = {Problem.of(case.spec, case.local).key: dict.fromkeys(BUCKETS, case.tiles)}
+    weights, meaning = make_weights(case, device)
+    x, scales = make_input(case, device)
+    routing = make_routing(case, device)
+    rows, row_scales, counts = _to_batched(case, x, scales, routing, capacity, fill)
+    prepared = Prepared(
+        x=rows, scales=row_scales, expert_num_tokens=counts, handle=DispatchHandle(HandleBook("test"), None)
+    )
+    shapes = experts.workspace_shapes(0, case.top_k, case.local, capacity)
+    spaces = Workspaces(device)
+    spaces.reserve(shapes)
+    spaces.poison()
+    workspace = spaces.carve(shapes)
+    y = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+    out = torch.empty((case.tokens, case.hidden), dtype=case.dtype, device=device)
+    TopKWeightAndReduceNaiveBatched().apply(y, routing, out)
+    return out, truth(case, meaning, weights, x, scales, routing)
+
+
+def _to_batched(case: Case, x, scales, routing: Routing, capacity: int, fill: float):
+    device = x.device
+    rows = torch.full((case.local, capacity, case.hidden), fill).to(x.dtype).to(device)
+    row_scales = None if scales is None else torch.full((case.local, capacity, scales.shape[1]), fill, device=device)
+    counts = []
+    for expert in range(case.local):
+        token = (routing.ids_Mt.cpu() == expert).nonzero()[:, 0].to(device)
+        counts.append(len(token))
+        rows.view(torch.uint8)[expert, : len(token)] = x.view(torch.uint8)[token]
+        if row_scales is not None:
+            row_scales[expert, : len(token)] = scales[token]
+    return rows, row_scales, torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def check(job: tuple[int, bool]) -> tuple[bool, str]:
+    """One case on the GPU: is it right, and what was seen."""
+    case, batched = CASES[job[0]], job[1]
+    name = f"{'batched ' if batched else 'standard'} {case.why}"
+    try:
+        out, want = run_batched(case, "cuda", capacity=case.tokens + 5) if batched else run_standard(case, "cuda")
+        error = relative_error(out, want) if case.tokens else 0.0
+        same = batched or torch.equal(out, run_standard(case, "cuda", shift=case.tokens // 2)[0])
+        return error < tolerance(case) and same, f"{name}: error {error:.1e}, same bits {same}"
+    except Exception as problem:  # every case is to be seen
+        return False, f"{name}: {type(problem).__name__}: {problem}".replace("\n", " ")[:300]
+
+
+def main() -> int:
+    jobs = [(i, batched) for i, case in enumerate(CASES) for batched in (False, True) if case.tokens or not batched]
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        results = list(pool.map(check, jobs))
+    for ok, text in results:
+        if not ok or "-v" in sys.argv:
+            print("ok " if ok else "BAD", text)
+    bad = sum(not ok for ok, _ in results)
+    print(f"{bad} wrong of {len(jobs)}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

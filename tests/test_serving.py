@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import time
 
 import grpc
@@ -400,3 +401,15 @@ class TestDeadlinesAndCancellation:
             replies = await frames.replies(1)
             await until(lambda: server._calls.in_flight == 0)
         assert list(replies) == [3]
+
+
+class TestLogs:
+    async def test_each_call_leaves_its_id_layer_tokens_status_and_time(self, caplog):
+        caplog.set_level(logging.DEBUG, logger="epserve.serving")
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+            stub = pb_grpc.ExpertsStub(channel)
+            await stub.Forward(message(torch.ones(3, 32), request_id="good", layer=2))
+            await status_of(stub.Forward(message(torch.ones(3, 32), request_id="bad", layer=4)))
+        lines = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith("request=good layer=2 tokens=3 status=OK ms=") for line in lines)
+        assert any(line.startswith("request=bad status=NOT_FOUND layer: 4") for line in lines)

@@ -125,9 +125,8 @@ class Calls:
             self._log(checked, status, (time.perf_counter() - started) * 1e3, client)
 
     def _log(self, checked: codec.CheckedRequest, status: str, ms: float, client: str) -> None:
-        level = logging.DEBUG if status in ("OK", "CANCELLED") else logging.INFO
         text = "request=%s layer=%d tokens=%d status=%s ms=%.2f client=%s"
-        log.log(level, text, checked.request_id, checked.layer, checked.tokens, status, ms, client)
+        log.debug(text, checked.request_id, checked.layer, checked.tokens, status, ms, client)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new calls, wait for those accepted; False when some are still running after `timeout_s`."""

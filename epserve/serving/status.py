@@ -35,9 +35,11 @@ _BY_CODE: dict[str, type[EpserveError]] = {
 
 
 def failure_of(error: BaseException, request_id: str = "") -> pb.Failure:
-    """What a caller may see of an error. An unexpected one is logged here with its traceback, and not shown."""
-    if not isinstance(error, EpserveError):
-        log.error("request %s: unexpected %s", request_id or "-", type(error).__name__, exc_info=error)
+    """What a caller may see of an error. Logs it: a defect with its traceback, which callers do not see."""
+    if isinstance(error, EpserveError):
+        log.info("request=%s status=%s %s", request_id or "-", error.grpc_status, error)
+    else:
+        log.error("request=%s status=INTERNAL unexpected %s", request_id or "-", type(error).__name__, exc_info=error)
         text = f"internal error; the server's log has the details of request {request_id or 'without id'}"
         error = errors.InternalError(text)
     return pb.Failure(
@@ -74,6 +76,8 @@ def failure_of_rpc(error: Any) -> pb.Failure:
     elif code == "RESOURCE_EXHAUSTED" and "larger than max" in details:  # gRPC's own message limit
         failure.error = errors.TooLarge.__name__
         failure.message = f"{details}; the limit is server.max_message_bytes"
+    elif code == "DEADLINE_EXCEEDED":
+        failure.message = "no reply came before the call's deadline"
     return failure
 
 

@@ -154,6 +154,9 @@ def demo(
         raise typer.Exit(1)
 
 
+app.command()(cluster_cli.plan)
+
+
 def main() -> None:
     """Entry point: the user's own mistakes end in one message, without a traceback."""
     # Ray forks while our gRPC threads run; its children exec at once, so gRPC's fork handlers only warn. Read at import.

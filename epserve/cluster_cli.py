@@ -82,3 +82,61 @@ def down(
         print(f"problem: {problem}")
     if problems:
         raise typer.Exit(1)
+
+
+def plan(
+    model: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
+    ranks: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    max_tokens_per_rank: Annotated[int, typer.Option(help="Cap of one round on each rank.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; cuda can be planned without a GPU.")] = "auto",
+    all2all: Annotated[str, typer.Option(help="All-to-all backend; see `epserve compat`.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of one rank; default: this machine's.")] = None,
+    reserve_gib: Annotated[float | None, typer.Option(help="What the runtime takes for itself.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
+) -> None:
+    """Print the bytes that each rank will need and whether they fit; reads headers, allocates nothing."""
+    from dataclasses import asdict
+
+    from epserve.config import parse_config
+    from epserve.plan import parse_gib, plan_memory
+
+    engine = {
+        "ranks": ranks, "device": device, "all2all": all2all, "experts": experts,
+        "max_tokens_per_rank": max_tokens_per_rank,
+    }  # fmt: skip
+    config = parse_config({"model": {"path": str(model)}, "engine": engine}, "options")
+    found = plan_memory(config, memory=parse_gib(memory_gib) or 0, reserve=parse_gib(reserve_gib))
+    if json_:
+        print(json.dumps({**asdict(found), "fits": found.fits}, indent=2))
+    else:
+        _show_plan(found)
+    if found.memory and not found.fits:
+        raise typer.Exit(1)
+
+
+def _show_plan(found) -> None:
+    names = ("weights", "dense", "workspaces", "buffers", "in_flight", "runtime", "total")
+    unit, name = (1 << 30, "GiB") if found.worst.total >= 8 << 30 else (1 << 20, "MiB")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("rank", "experts", *(name.replace("_", " ") for name in names)):
+        table.add_column(title, no_wrap=True, justify="right")
+    shown: dict[tuple, list[int]] = {}
+    for rank in found.ranks:  # one line for ranks that need the same
+        shown.setdefault((rank.experts, *(getattr(rank, name) for name in names)), []).append(rank.rank)
+    for (count, *sizes), members in shown.items():
+        label = str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}"
+        table.add_row(label, str(count), *(f"{size / unit:.2f}" for size in sizes))
+    print(
+        f"{found.model} on {len(found.ranks)} {found.device} ranks, {found.backends},"
+        f" at most {found.max_tokens_per_rank} tokens a rank; {name}:"
+    )
+    Console().print(table)
+    need, have = (f"{size / unit:.2f} {name}" for size in (found.worst.total, found.memory))
+    if not found.memory:
+        print("memory of a rank: unknown here; --memory-gib says it")
+    elif found.fits:
+        print(f"fits: {need} of {have}; max_tokens_per_rank may be {found.largest_cap}")
+    else:
+        remedy = f"max_tokens_per_rank {found.largest_cap} would fit" if found.largest_cap else "more ranks are needed"
+        print(f"does not fit: {need} of {have}; {remedy}")

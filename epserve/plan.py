@@ -7,7 +7,7 @@ while it is in flight, and what the runtime takes for itself, are stated apart.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,8 +104,13 @@ def dense_bytes(info: ModelInfo) -> int:
 
 
 def workspaces(config: Config, plan: RankPlan, rank: int) -> WorkspaceShapes:
-    """For the largest batch that prepare can return: what the kernel reserves at warm-up."""
-    backend = experts.REGISTRY.get(plan.chosen.experts)(plan.spec)
+    """For the largest batch that prepare can return: what the kernel reserves at warm-up.
+
+    Without the GPU at hand the shapes are those of a device that nobody tuned for; a tuned one may split its sums less.
+    """
+    here = plan.spec.device == "cpu" or torch.cuda.is_available()
+    spec = plan.spec if here else replace(plan.spec, device="cpu")
+    backend = experts.REGISTRY.get(plan.chosen.experts)(spec)
     rows, count = config.engine.max_tokens_per_rank * config.engine.ranks, plan.placement.layout.counts[rank]
     if _format(plan) is FusedMoEActivationFormat.Standard:
         return backend.workspace_shapes(rows, plan.spec.shape.top_k, count)

@@ -59,8 +59,9 @@ class Transfer:
 def wait_for_stream(ranks: RankContext, *, phase: str) -> None:
     """Block the host until the current CUDA stream has done what it was given. Raises RankFailed at the deadline.
 
-    NOTE: NCCL's own `wait(timeout)` did not return on a rank that never came (torch 2.11), and synchronising has no
-    deadline at all; an event can be asked. Afterwards the stream is still stuck: the process must end.
+    NOTE: NCCL's own `wait(timeout)` takes the whole process down when it expires (torch 2.11), and synchronising has no
+    deadline; an event can be asked. Afterwards the stream is still stuck: the process must end. The first contact of two
+    ranks blocks inside NCCL, where no deadline of ours reaches: warm-up makes it, under its supervisor's deadline.
     """
     event = torch.cuda.Event()
     event.record()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,14 @@ from epserve.config import Config
 from epserve.errors import InternalError
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
-from epserve.modular_kernel import FusedMoEMethodBase, FusedMoEModularKernel, RankContext, Routing
+from epserve.modular_kernel import (
+    FusedMoEExpertsModular,
+    FusedMoEMethodBase,
+    FusedMoEModularKernel,
+    RankContext,
+    Routing,
+    Workspaces,
+)
 from epserve.placement import to_physical
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
@@ -95,7 +102,8 @@ class Worker:
         self._layers: dict[int, LayerWeights] = {}
         self._method: FusedMoEMethodBase | None = None
         self._kernel: FusedMoEModularKernel | None = None
-        self._prepared = False
+        self._experts: FusedMoEExpertsModular | None = None  # these two outlive a regroup
+        self._workspaces: Workspaces | None = None
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -166,17 +174,31 @@ class Worker:
         if self._kernel is not None:
             self._kernel.prepare_finalize.check()
 
+    def leave(self) -> None:
+        """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
+
+        NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
+        """
+        self._kernel = None
+        self.ranks = replace(self.ranks, group=None)
+        if self._method is None:
+            return
+        manager, self._method.manager, self._method.kernel = self._method.manager, None, None
+        if manager is not None:
+            manager.abandon()
+            manager.destroy()
+
     def regroup(self, ranks: RankContext) -> None:
-        """Take another process group after the old one failed. Keeps weights, experts object and workspaces."""
+        """Take another process group; warm_up() comes next."""
         assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "a rank keeps its place and device"
-        self._leave()
+        self.leave()
         self.ranks = ranks
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""
         manager = self._method.manager if self._method is not None else None
         self._layers.clear()
-        self._kernel = self._method = None
+        self._kernel = self._method = self._experts = self._workspaces = None
         if manager is not None:
             manager.destroy()
 
@@ -222,40 +244,25 @@ class Worker:
         return self._layers[plan.layer]
 
     def _build(self) -> None:
-        """The kernel on the present group. The experts object and its workspaces outlive a regroup."""
+        """The kernel on the present group."""
         if self._kernel is not None:
             return
         options = rank_plan.kernel_options(self.config)
         if self._method is None:
             self._method = self.plan.method(self.plan.spec, self.plan.chosen.as_backends())
+        if self._experts is None:
             self._kernel = self._method.init_prepare_finalize(self.ranks, options)
-        else:
-            prepare_finalize = self._method.maybe_make_prepare_finalize(self.ranks, options)
-            old = self._method.kernel
-            assert prepare_finalize is not None and old is not None
-            self._kernel = FusedMoEModularKernel(prepare_finalize, old.fused_experts, workspaces=old.workspaces)
-            self._method.kernel = self._kernel
-        if not self._prepared:
-            self._layers = {
-                layer: _with_experts(weights, self._method.process_weights_after_loading(weights.experts))
-                for layer, weights in self._layers.items()
-            }
-            self._prepared = True
-
-    def _leave(self) -> None:
-        if self._method is None or self._kernel is None:
+            self._experts, self._workspaces = self._kernel.fused_experts, self._kernel.workspaces
+            for layer, weights in self._layers.items():
+                ready = self._method.process_weights_after_loading(weights.experts)
+                self._layers[layer] = replace(weights, experts=ready)
             return
-        self._kernel = None
-        manager, self._method.manager = self._method.manager, None
-        if manager is not None:
-            manager.abandon()
-            manager.destroy()
+        prepare_finalize = self._method.maybe_make_prepare_finalize(self.ranks, options)
+        assert prepare_finalize is not None
+        self._kernel = FusedMoEModularKernel(prepare_finalize, self._experts, workspaces=self._workspaces)
+        self._method.kernel = self._kernel
 
     def _peak_bytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def _with_experts(layer: LayerWeights, weights) -> LayerWeights:
-    return LayerWeights(experts=weights, gate=layer.gate, shared=layer.shared)

@@ -63,16 +63,18 @@ def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
     step = -1
     if isinstance(error, StepError):
         step, phase, error = error.step, error.phase, error.__cause__ or error
+    trace = "".join(traceback.format_exception(error))[-4000:]
+    error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames would keep the process group alive
     text = f"{type(error).__name__}: {error}"
     lowered = text.lower()
     return Failure(
         rank=rank,
         phase=phase,
         step=step,
-        message=text.splitlines()[0] if not isinstance(error, EpserveError) else str(error),
+        message=text if isinstance(error, EpserveError) else text.splitlines()[0],
         consequence=any(word in lowered for word in CONSEQUENCES),
         error=error if isinstance(error, EpserveError) else None,
-        trace="".join(traceback.format_exception(error))[-4000:],
+        trace=trace,
     )
 
 

@@ -72,6 +72,7 @@ class Pool:
         self.serving = asyncio.Event()
         self._in_flight = 0
         self._started = self._closing = False
+        self._cause = ""
         self._recovery: asyncio.Task | None = None
         self._heart: asyncio.Task | None = None
 
@@ -159,8 +160,9 @@ class Pool:
             failures = _failures(done)
             _ignore(waiting)
         cause = root_cause(failures)
-        log.warning("%s\n%s", cause.describe(), cause.trace)
-        raise RankFailed(cause.describe())
+        self._cause = cause.describe()
+        log.warning("%s\n%s", self._cause, cause.trace)
+        raise RankFailed(self._cause)
 
     # Supervision.
 
@@ -170,9 +172,10 @@ class Pool:
         if self._closing or rebuilding or not self._started:
             return
         log.warning("recovering: %s", cause)
+        self._cause = cause
         self.serving.clear()
         self._on_state("recovering")
-        self._recovery = asyncio.ensure_future(self._recover(cause))
+        self._recovery = asyncio.ensure_future(self._recover())
 
     def _lost(self, rank: int) -> None:
         self._fail(f"rank {rank}: its process is gone")
@@ -189,7 +192,7 @@ class Pool:
             if silent and self.serving.is_set():
                 self._fail(f"ranks {silent} did not answer for {limit:g} s")
 
-    async def _recover(self, cause: str) -> None:
+    async def _recover(self) -> None:
         start = time.monotonic()
         replaced: set[int] = set()
         for attempt in range(1_000_000):
@@ -204,7 +207,7 @@ class Pool:
                 break
             except (EpserveError, RayError, OSError) as error:
                 log.warning("recovery attempt %d failed: %s", attempt + 1, error)
-        done = Recovery(cause=cause, replaced=tuple(sorted(replaced)), seconds=time.monotonic() - start)
+        done = Recovery(cause=self._cause, replaced=tuple(sorted(replaced)), seconds=time.monotonic() - start)
         self.recoveries.append(done)
         log.warning("recovered in %.2f s, replaced ranks %s", done.seconds, list(done.replaced))
         self._recovery = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import logging
 import os
 import socket
 import struct
@@ -23,6 +25,8 @@ from epserve.worker import Counters, LoadReport, StepPlan, Worker
 
 from .failure import Failure, from_exception
 from .transport import LinkAddress, StepServer
+
+log = logging.getLogger(__name__)
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
 
@@ -82,7 +86,10 @@ class RankActor:
         try:
             return Outcome(value=getattr(self, "_" + method)(*args))
         except Exception as error:
-            return Outcome(failure=from_exception(error, rank=self._rank, phase=method))
+            failure = from_exception(error, rank=self._rank, phase=method)
+        if method == "join":
+            self._poison()
+        return Outcome(failure=failure)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> Pulse:
@@ -173,8 +180,19 @@ class RankActor:
 
     def _leave_group(self) -> None:
         self._generation = -1
+        if self._worker is not None:
+            self._worker.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+            gc.collect()  # the connections close with the last reference, which may be in a cycle
+
+    def _poison(self) -> None:
+        """After a failure the group goes first, so that peers fail at once instead of waiting for this rank."""
+        try:
+            self._leave_group()
+        except Exception:
+            # Already broken; what counts for the caller is the first error, which is reported.
+            log.exception("rank %d: leaving a broken group", self._rank)
 
     def _context(self, group) -> RankContext:
         return RankContext(
@@ -186,31 +204,29 @@ class RankActor:
         )
 
     def _answer(self, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
-        """One step. On failure the group goes first, so that the peers fail at once instead of waiting for this rank."""
+        """One step: its result, or the report of its failure."""
         step = header["step"]
         with self._busy:
             try:
-                if header["generation"] != self._generation:
-                    raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
-                assert self._worker is not None
-                plan = StepPlan(
-                    step=step,
-                    layer=header["layer"],
-                    mode=header["mode"],
-                    tokens_per_rank=tuple(header["tokens_per_rank"]),
-                )
-                ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
-                self._step_start, self._step = time.monotonic(), step
-                y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()
-                self._worker.check()  # the copy to the CPU has waited for the device
-                return {"step": step}, [y_MK]
+                return {"step": step}, [self._run(header, tensors)]
             except Exception as error:
-                failure = from_exception(error, rank=self._rank, phase="step")
-                with contextlib.suppress(Exception):  # already broken; the report of the first error is what counts
-                    self._leave_group()
-                return {"step": step, "failure": failure.as_json()}, []
+                failure = from_exception(error, rank=self._rank, phase="step").as_json()
             finally:
                 self._step = -1
+            self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
+            return {"step": step, "failure": failure}, []
+
+    def _run(self, header: dict, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if header["generation"] != self._generation:
+            raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
+        assert self._worker is not None
+        counts = tuple(header["tokens_per_rank"])
+        plan = StepPlan(step=header["step"], layer=header["layer"], mode=header["mode"], tokens_per_rank=counts)
+        ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
+        self._step_start, self._step = time.monotonic(), plan.step
+        y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()
+        self._worker.check()  # the copy to the CPU has waited for the device
+        return y_MK
 
 
 class StoreActor:

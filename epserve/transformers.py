@@ -240,12 +240,19 @@ def local_fingerprint(path: str) -> str | None:
 
 
 def _empty(prefix: str, module: nn.Module) -> set[str]:
-    """Replace every parameter and buffer by None, and return their names. Nothing of them is initialised or loaded."""
+    """Take every parameter and buffer out of `module` and return their names: nothing of them is initialised or loaded.
+
+    Plain attributes without elements stay in their places, marked as initialised, for `_init_weights` of blocks above.
+    """
     emptied = set()
     for path, part in module.named_modules(prefix=prefix):
         for held in (part._parameters, part._buffers):
-            emptied |= {f"{path}.{name}" for name, value in held.items() if value is not None}
-            held.update(dict.fromkeys(held, None))
+            names = [name for name, value in held.items() if value is not None]
+            for name in names:
+                stand_in = torch.empty(0, dtype=held.pop(name).dtype, device="cpu")  # type: ignore[union-attr]
+                stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+                vars(part)[name] = stand_in
+            emptied |= {f"{path}.{name}" for name in names}
         vars(part)["_is_hf_initialized"] = True
     return emptied
 

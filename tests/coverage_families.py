@@ -115,7 +115,9 @@ CASES: dict[str, Case] = {
         projector_hidden_size=32, audio_config={"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}
     ),
     "openai_privacy_filter": Case(generates="classifies tokens and generates none"),
-    "qwen3_omni_moe": Case(architecture="Qwen3OmniMoeThinkerForConditionalGeneration"),
+    "qwen3_omni_moe": Case(
+        overrides={"vision_start_token_id": 93}, architecture="Qwen3OmniMoeThinkerForConditionalGeneration"
+    ),
     "qwen4_exp": _text(
         indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4
     ),

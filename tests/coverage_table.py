@@ -3,8 +3,8 @@
 For each family a tiny random checkpoint is written by transformers itself, opened by the service's own loader, run through
 the modular kernel, and generated from with remote experts; a model with local experts says what is right.
 
-    python tests/coverage_table.py            write docs/coverage.md
-    python tests/coverage_table.py mixtral    print these rows
+    python -m tests.coverage_table            write docs/coverage.md
+    python -m tests.coverage_table mixtral    print these rows
 """
 
 from __future__ import annotations
@@ -21,28 +21,20 @@ from typing import Any
 
 import torch
 import transformers
-from coverage_families import CASES, Case, architecture, families, tiny_config
 
 import epserve.transformers
-from all2all.local import LocalPrepareAndFinalize
+from epserve.config import parse_config
 from epserve.errors import EpserveError
 from epserve.models.expert_modules import find_layers
-from epserve.models.generic import open_generic
-from epserve.models.tensors import read_json
-from epserve.modular_kernel import (
-    ExpertLayout,
-    ExpertShape,
-    FusedMoEModularKernel,
-    LayerSpec,
-    PrepareFinalizeOptions,
-    RankContext,
-    Routing,
-)
+from epserve.modular_kernel import RankContext, check_routing
 from epserve.serving import epserve_pb2 as pb
-from experts.loop import LoopExperts
+from epserve.worker import StepPlan, Worker
+
+from .coverage_families import CASES, Case, architecture, families, tiny_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TOLERANCE = 1e-5  # relative L2 error of a layer in float32
+WIRE_DTYPES = {torch.float32: pb.FP32, torch.bfloat16: pb.BF16, torch.float16: pb.FP16}
 NEW_TOKENS, PROMPT = 32, (2, 7)  # greedy tokens; prompts and their length
 
 
@@ -63,25 +55,15 @@ class Row:
 
 
 class InProcess:
-    """An engine stand-in behind the client's interface: the service's loader and kernel, no ranks and no wire."""
+    """One rank of the service behind the client's interface: its loader and its kernel, without Ray and gRPC."""
 
-    def __init__(self, path: Path, max_tokens: int = 16):
-        self.checkpoint = open_generic(path, read_json(path / "config.json"))
-        self.info = info = self.checkpoint.info
+    def __init__(self, path: Path, *, max_tokens: int = 16, dtype: str = "auto"):
         self.max_tokens, self.calls = max_tokens, 0
-        shape = ExpertShape(
-            hidden=info.hidden,
-            intermediate=info.intermediate,
-            num_experts=info.num_experts,
-            top_k=info.top_k,
-            dtype=info.dtype,
-        )
-        layout = ExpertLayout.even(info.num_experts, 1)
-        spec = LayerSpec(shape=shape, layout=layout, activation=info.activation, bias=info.bias)
-        options = PrepareFinalizeOptions(max_tokens_per_rank=max_tokens)
-        self._kernel = FusedMoEModularKernel(LocalPrepareAndFinalize(RankContext(), spec, options), LoopExperts(spec))
-        every = range(info.num_experts)
-        self._weights = {layer: self.checkpoint.load_layer(layer, every).experts for layer in info.layers}
+        settings = {"model": {"path": str(path), "dtype": dtype}, "engine": {"max_tokens_per_rank": max_tokens}}
+        self.worker = Worker(parse_config(settings), RankContext())
+        self.worker.load()
+        self.worker.warm_up()
+        self.info = self.worker.info
 
     def model(self) -> Any:
         info = self.info
@@ -92,9 +74,8 @@ class InProcess:
             intermediate=info.intermediate,
             num_experts=info.num_experts,
             top_k=info.top_k,
-            dtype=pb.FP32,
+            dtype=WIRE_DTYPES[info.dtype],
             layers=info.layers,
-            scoring=info.gate.scoring,
             fingerprint=info.fingerprint,
             max_tokens_per_request=self.max_tokens,
             max_message_bytes=1 << 30,
@@ -102,10 +83,14 @@ class InProcess:
 
     def forward(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> torch.Tensor:
         assert hidden.shape[0] <= self.max_tokens, "the client splits what is above the limit"
-        assert topk_ids.shape[1] <= self.info.top_k
         self.calls += 1
-        routing = Routing(ids_Mt=topk_ids.contiguous(), weights_Mt=topk_weights.contiguous())
-        return self._kernel.forward(hidden, routing, weights=self._weights[layer])
+        mode = "block" if topk_ids is None else "routed"
+        plan = StepPlan(step=self.calls, layer=layer, mode=mode, tokens_per_rank=(hidden.shape[0],))
+        if topk_ids is not None:
+            assert topk_ids.shape[1] <= self.info.top_k
+            routing = check_routing(topk_ids, topk_weights, num_tokens=len(hidden), num_experts=self.info.num_experts)
+            topk_ids, topk_weights = routing.ids_Mt, routing.weights_Mt
+        return self.worker.step(plan, hidden.to(self.info.dtype), topk_ids, topk_weights).to(hidden.dtype).clone()
 
     def forward_async(self, *args: Any) -> concurrent.futures.Future:
         future: concurrent.futures.Future = concurrent.futures.Future()
@@ -113,7 +98,7 @@ class InProcess:
         return future
 
     def close(self) -> None:
-        self._weights.clear()
+        self.worker.close()
 
 
 def write_checkpoint(family: str, folder: Path) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -13,12 +13,14 @@ import torch
 from epserve import rank_plan
 from epserve.config import Config
 from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, UnknownLayer
+from epserve.expert_load import by_layer
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import check_routing
 
 from .cluster import Cluster
 from .planning import Batch
 from .pool import Pool
+from .records import StepRecord
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -40,11 +42,15 @@ class RankStatus:
     weights_bytes: int
     alive: bool
     phase: str
+    late_compiles: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others."""
+    """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others.
+
+    expert_tokens: layer -> tokens of each physical expert, in the order of ranks and their slots; seconds old.
+    """
 
     state: State
     generation: int
@@ -54,6 +60,7 @@ class EngineStatus:
     backends: str
     recoveries: int
     replayed_requests: int
+    expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Engine:
@@ -67,9 +74,11 @@ class Engine:
         self.config = config
         self.info: ModelInfo = open_checkpoint(config.model.path, config.model.dtype).info
         self._device = rank_plan.resolve_device(config.engine.device)
-        self.plan = rank_plan.plan_ranks(config, self.info, device=self._device)
+        here = self._device == "cpu" or torch.cuda.is_available()  # else a front end whose ranks are on other nodes
+        self.plan = rank_plan.plan_ranks(config, self.info, device=self._device, here=here)
         self._state: State = "stopped"
         self._callbacks: list[Callable[[State], None]] = []
+        self._step_callbacks: list[Callable[[StepRecord], None]] = []
         self._cluster: Cluster | None = None
         self._pool: Pool | None = None
         self._scheduler: Scheduler | None = None
@@ -87,6 +96,7 @@ class Engine:
             await self._connect()
             pool = self._pool = Pool(self.config, self.plan, device=self._device, on_state=self._set_state)
             self._scheduler = Scheduler(self.config.scheduler, pool, num_ranks=self.config.engine.ranks)
+            self._scheduler.on_step = self._step_done
             await pool.start()
         except BaseException:
             await self.close()
@@ -133,6 +143,10 @@ class Engine:
         """`callback(state)` runs in the loop after each change."""
         self._callbacks.append(callback)
 
+    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
+        """`callback(record)` runs in the loop after each finished step; it must be quick."""
+        self._step_callbacks.append(callback)
+
     def status(self) -> EngineStatus:
         pool, scheduler = self._pool, self._scheduler
         if pool is not None and pool.members:
@@ -143,10 +157,18 @@ class Engine:
             steps=scheduler.steps_done if scheduler is not None else 0,
             ranks=self._last_status,
             queue_tokens=scheduler.queued_tokens if scheduler is not None else 0,
-            backends=self.plan.chosen.explain(),
+            backends=self._explain_backends(),
             recoveries=len(pool.recoveries) if pool is not None else 0,
             replayed_requests=scheduler.replays if scheduler is not None else 0,
+            expert_tokens=by_layer(pool.load) if pool is not None else {},
         )
+
+    def _explain_backends(self) -> str:
+        chosen, members = self.plan.chosen, self._pool.members if self._pool is not None else ()
+        report = next((member.report for member in members if member.report is not None), None)
+        if report is not None and report.backends != (chosen.all2all, chosen.experts):
+            return f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
+        return chosen.explain()
 
     def _rank_status(self, member) -> RankStatus:
         facts, report, pulse = member.facts, member.report, member.pulse
@@ -162,7 +184,17 @@ class Engine:
             weights_bytes=report.weights_bytes if report is not None else 0,
             alive=member.alive,
             phase=pulse.phase if pulse is not None else "idle",
+            late_compiles=pulse.late_compiles if pulse is not None else 0,
         )
+
+    def _step_done(self, record: StepRecord) -> None:
+        assert self._pool is not None
+        record = replace(record, phases=self._pool.take_phases(record.step))
+        for callback in self._step_callbacks:
+            try:
+                callback(record)
+            except Exception:  # whoever watches must not fail a step
+                log.exception("a step listener failed")
 
     def _set_state(self, state: State) -> None:
         if state == self._state or (self._state == "draining" and state != "stopped"):
@@ -207,6 +239,7 @@ class Engine:
             deadline=batch.deadline,
             request_id=batch.request_id,
             client=batch.client,
+            trace=batch.trace,
         )
 
 

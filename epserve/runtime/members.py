@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
+from epserve.expert_load import LoadTotals
 from epserve.worker import LoadReport
 
 from .agent import NodeAgent
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 GROUPS = {"work": 1, "control": 2}
 KILL_TIMEOUT_S = 2.0
+LOAD_TIMEOUT_S = 2.0
 
 
 async def answer(reference, timeout: float) -> Any:
@@ -80,6 +82,13 @@ class Member:
         except (TimeoutError, RayError):
             return False
         return True
+
+    async def read_load(self, totals: LoadTotals) -> None:
+        """Add what this rank counted. A rank that does not answer keeps its last counts; the next ping judges it."""
+        assert self.facts is not None
+        with contextlib.suppress(TimeoutError, RayError):
+            counts = await answer(self.actor.load_counts.remote(), LOAD_TIMEOUT_S)
+            totals.update(self.rank, self.facts.pid, counts)
 
     def discard(self) -> None:
         """Forget a rank whose process is gone or about to go."""

@@ -5,6 +5,7 @@ Legend: M tokens, K hidden size, t = top-k.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class Batch:
     deadline: float
     request_id: str = ""
     client: str = ""
+    trace: Any = None
+    """Comes back in the records of the request's steps, unread."""
 
     @property
     def mode(self) -> str:
@@ -53,6 +56,7 @@ class Item:
     done: int = 0
     attempts: int = 0
     out_MK: torch.Tensor | None = None
+    queued: float = field(default_factory=time.monotonic)
 
     @property
     def waiting(self) -> int:

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
+from epserve.expert_load import LoadTotals
 from epserve.rank_plan import RankPlan
 from epserve.worker import StepPlan
 
@@ -34,6 +35,7 @@ from .transport import SocketLink
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+LOAD_BEATS = 2  # every so many heartbeats the expert load is read, where steps have run since
 PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
 SILENCE_S = 10.0  # then a process counts as hung: far above what a crowded machine does, far below the 65 s of Ray
 SETTLE_S = 2.0  # how long survivors may take to report a step that failed elsewhere; gloo tells them in milliseconds
@@ -67,6 +69,8 @@ class Pool:
         self._store: Any = None
         self.members: list[Member] = []
         self.tokens_done = [0] * config.engine.ranks
+        self.load = LoadTotals(plan.layers, plan.placement.layout.num_experts)
+        self._phases: dict[int, tuple[dict[str, float], ...]] = {}
         self.generation = 0
         self.recoveries: list[Recovery] = []
         self.serving = asyncio.Event()
@@ -139,9 +143,14 @@ class Pool:
             self._in_flight -= 1
         for rank, count in enumerate(plan.tokens_per_rank):
             self.tokens_done[rank] += count
+        self._phases[plan.step] = tuple(future.result() for future in futures)
         return out_MK
 
-    async def _finish(self, plan: StepPlan, futures: list[asyncio.Future[None]]) -> None:
+    def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
+        """Each rank's seconds by phase, once, after `step` has returned."""
+        return self._phases.pop(step, ())
+
+    async def _finish(self, plan: StepPlan, futures: list[asyncio.Future[dict[str, float]]]) -> None:
         # Steps in front of this one on the ranks count against its time too.
         limit = self._config.scheduler.step_timeout_s * self._in_flight
         done, waiting = await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
@@ -183,6 +192,7 @@ class Pool:
     async def _watch(self) -> None:
         """Pings all ranks each second. A silent process counts as hung, whether a step runs or not."""
         limit = min(self._config.scheduler.step_timeout_s, SILENCE_S)
+        beat = counted = 0
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             if not self.serving.is_set():
@@ -191,6 +201,10 @@ class Pool:
             silent = [member.rank for member, answered in zip(self.members, answers, strict=True) if not answered]
             if silent and self.serving.is_set():
                 self._fail(f"ranks {silent} did not answer for {limit:g} s")
+            beat += 1
+            if beat % LOAD_BEATS == 0 and sum(self.tokens_done) != counted:
+                counted = sum(self.tokens_done)
+                await asyncio.gather(*(member.read_load(self.load) for member in self.members))
 
     async def _recover(self) -> None:
         start = time.monotonic()
@@ -291,12 +305,12 @@ class Pool:
         self._on_state("serving")
 
 
-def _failures(done: set[asyncio.Future[None]]) -> list[Failure]:
+def _failures(done: set[asyncio.Future[dict[str, float]]]) -> list[Failure]:
     errors = [future.exception() for future in done]
     return [error.failure for error in errors if isinstance(error, RankLost)]
 
 
-def _ignore(futures: set[asyncio.Future[None]]) -> None:
+def _ignore(futures: set[asyncio.Future[dict[str, float]]]) -> None:
     """Their exceptions come later and are nobody's business any more."""
     for future in futures:
         future.add_done_callback(lambda each: each.exception())

@@ -51,6 +51,7 @@ class Pulse:
     step: int
     step_seconds: float
     counters: Counters
+    late_compiles: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,13 @@ class RankActor:
         worker = self._worker
         seconds = time.monotonic() - self._step_start if self._step >= 0 else 0.0
         phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
-        return Pulse(phase=phase, step=self._step, step_seconds=seconds, counters=counters)
+        late = worker.late_compiles if worker is not None else 0
+        return Pulse(phase=phase, step=self._step, step_seconds=seconds, counters=counters, late_compiles=late)
+
+    @ray.method(concurrency_group="control")
+    def load_counts(self) -> bytes:
+        """Tokens of each served layer and physical expert (`LoadCounter.read`)."""
+        return self._worker.load_counter.read() if self._worker is not None else b""
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
@@ -208,7 +215,8 @@ class RankActor:
         step = header["step"]
         with self._busy:
             try:
-                return {"step": step}, [self._run(header, tensors)]
+                y_MK, phases = self._run(header, tensors)
+                return {"step": step, "phases": phases}, [y_MK]
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step").as_json()
             finally:
@@ -216,7 +224,8 @@ class RankActor:
             self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
             return {"step": step, "failure": failure}, []
 
-    def _run(self, header: dict, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _run(self, header: dict, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        """The result on the CPU, and the seconds of each phase."""
         if header["generation"] != self._generation:
             raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
         assert self._worker is not None
@@ -226,7 +235,7 @@ class RankActor:
         self._step_start, self._step = time.monotonic(), plan.step
         y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()
         self._worker.check()  # the copy to the CPU has waited for the device
-        return y_MK
+        return y_MK, self._worker.clock.seconds()
 
 
 class StoreActor:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from epserve.errors import DeadlineExceeded, EpserveError, InternalError, NotRea
 from epserve.worker import StepPlan
 
 from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, shards, split_evenly
+from .records import StepPart, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Scheduler:
         self._joined_last = 1
         self._tokens_per_s = 0.0
         self._next_step = 0
+        self.on_step: Callable[[StepRecord], None] = lambda record: None
+        """Called after each step that went well."""
         self.steps_done = 0
         self.replays = 0
         self._loop_task = asyncio.ensure_future(self._dispatch())
@@ -158,6 +162,7 @@ class Scheduler:
         for item in hand_out(step, out_MK):
             if not item.future.done():
                 item.future.set_result(item.out_MK)
+        self.on_step(_record(plan, step, start))
 
     def _replay(self, step: JoinedStep, error: RankFailed) -> None:
         """All rows of the requests again: what other steps had of them counts no more."""
@@ -179,3 +184,20 @@ class Scheduler:
         for item in items:
             if not item.future.done():
                 item.future.set_exception(error)
+
+
+def _record(plan: StepPlan, step: JoinedStep, start: float) -> StepRecord:
+    batches = ((piece, piece.item.batch) for piece in step.pieces)
+    parts = (
+        StepPart(request_id=batch.request_id, tokens=piece.num_tokens, queued=piece.item.queued, trace=batch.trace)
+        for piece, batch in batches
+    )
+    return StepRecord(
+        step=plan.step,
+        layer=plan.layer,
+        mode=plan.mode,
+        tokens_per_rank=plan.tokens_per_rank,
+        started=start,
+        ended=time.monotonic(),
+        parts=tuple(parts),
+    )

@@ -54,8 +54,8 @@ class Link(Protocol):
 
     def submit(
         self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> asyncio.Future[None]:
-        """Queue a step; the future ends when `out` is filled, or with RankLost. Never waits."""
+    ) -> asyncio.Future[dict[str, float]]:
+        """Queue a step; the future ends when `out` is filled, with the rank's seconds by phase, or with RankLost. Never waits."""
 
     def close(self) -> None: ...
 
@@ -63,7 +63,7 @@ class Link(Protocol):
 @dataclass(slots=True)
 class _Pending:
     out: torch.Tensor
-    future: asyncio.Future[None]
+    future: asyncio.Future[dict[str, float]]
 
 
 class SocketLink:
@@ -103,7 +103,7 @@ class SocketLink:
         self._outgoing.put_nowait(wire.encode(header, tensors))
         return future
 
-    def pending(self) -> list[asyncio.Future[None]]:
+    def pending(self) -> list[asyncio.Future[dict[str, float]]]:
         return [each.future for each in self._pending.values()]
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class SocketLink:
                 if header.get("failure"):
                     pending.future.set_exception(RankLost(Failure(**header["failure"])))
                 else:
-                    pending.future.set_result(None)
+                    pending.future.set_result(header.get("phases", {}))
         except (OSError, ValueError, KeyError) as error:
             self._end(f"{type(error).__name__}: {error}")
 

@@ -11,6 +11,7 @@ worker.close()                    collective
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ import torch
 from epserve import rank_plan
 from epserve.config import Config
 from epserve.errors import InternalError
+from epserve.expert_load import LoadCounter
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
 from epserve.modular_kernel import (
@@ -29,6 +31,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
 )
+from epserve.phases import IDLE, PhaseClock
 from epserve.placement import to_physical
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
@@ -97,13 +100,29 @@ class Worker:
         self.checkpoint = open_checkpoint(config.model.path, config.model.dtype)
         self.info = self.checkpoint.info
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
-        self.phase = "idle"
+        self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
+        self.load_counter = LoadCounter(self.plan.layers, self.plan.placement.layout.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
         self._method: FusedMoEMethodBase | None = None
         self._kernel: FusedMoEModularKernel | None = None
         self._experts: FusedMoEExpertsModular | None = None  # these two outlive a regroup
         self._workspaces: Workspaces | None = None
+
+    @property
+    def phase(self) -> str:
+        """What this rank is doing; "idle" between steps."""
+        return self.clock.phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.clock.enter(name)
+
+    @property
+    def late_compiles(self) -> int:
+        """Kernels that Triton compiled after warm-up, on the request path."""
+        counter = _compile_counter()
+        return counter.num_late if counter is not None else 0
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -138,6 +157,7 @@ class Worker:
         self.phase = "warm-up"
         self._build()
         assert self._kernel is not None
+        self._kernel.on_phase = self.clock.enter
         self._kernel.warm_up(next(iter(self._layers.values())).experts)
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
         shape = self.plan.spec.shape
@@ -150,7 +170,9 @@ class Worker:
             plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens)
             self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
-        self.phase = "idle"
+        if (counter := _compile_counter()) is not None:
+            counter.ready()
+        self.phase = IDLE
 
     def step(
         self, plan: StepPlan, x_MK: torch.Tensor, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
@@ -214,7 +236,8 @@ class Worker:
             routing = Routing(ids_Mt=ids_Mt.to(device).contiguous(), weights_Mt=weights_Mt.to(device).contiguous())
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         physical = to_physical(routing, self.plan.placement, token_offset=first)
-        self.phase = "experts"
+        if plan.step >= 0:  # warm-up's tokens are nobody's
+            self.load_counter.add(plan.layer, physical.ids_Mt)
         assert self._kernel is not None
         out_MK = self._kernel.forward(
             x_MK, physical, weights=weights.experts, tokens_per_rank=plan.tokens_per_rank, shared_experts=shared
@@ -266,3 +289,9 @@ class Worker:
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _compile_counter():
+    """Triton's, where a backend of this process uses it; nothing here may import Triton."""
+    module = sys.modules.get("experts.triton_compiles")
+    return module.COUNTER if module is not None else None

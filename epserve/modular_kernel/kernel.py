@@ -38,6 +38,8 @@ class FusedMoEModularKernel:
         self.prepare_finalize, self.fused_experts = pf, experts
         self.workspaces = workspaces or Workspaces(pf.ranks.device)
         self.top_k, self.quant = pf.spec.shape.top_k, pf.spec.quant
+        self.on_phase: Callable[[str], object] = lambda phase: None
+        """Called with "prepare", "experts" and "finalize" as each begins: for clocks, and for errors that say where."""
 
     def workspace_shapes(self, prepared: Prepared | None = None) -> WorkspaceShapes:
         """For one batch, or for the largest one that prepare can return."""
@@ -104,6 +106,7 @@ class FusedMoEModularKernel:
     def _round(self, x_MK, routing, out_MK, weights, counts, shared_experts) -> None:
         pf, experts = self.prepare_finalize, self.fused_experts
         shared_MK = None
+        self.on_phase("prepare")
         if shared_experts is None:
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
         elif pf.has_prepare_no_receive():
@@ -113,11 +116,13 @@ class FusedMoEModularKernel:
         else:
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
             shared_MK = shared_experts(x_MK)
+        self.on_phase("experts")
         shapes = self.workspace_shapes(prepared)
         workspace, output = self.workspaces.carve(shapes), prepared.output
         if output is None or (output.shape, output.dtype) != (torch.Size(shapes.output), shapes.output_dtype):
             output = workspace.output
         y = experts.apply(output, prepared, weights=weights, workspace=workspace)
+        self.on_phase("finalize")
         pf.finalize(prepared.handle, y, reduce=experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
         if shared_MK is not None:
             out_MK += shared_MK

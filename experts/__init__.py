@@ -46,5 +46,5 @@ REGISTRY.register("loop", "a loop over experts: the oracle, readable and slow", 
 REGISTRY.register("grouped_mm", "torch's grouped matrix product over sorted slots", _grouped_mm)
 REGISTRY.register("batched_loop", "a loop over experts on batched rows: the oracle of that format", _batched_loop)
 REGISTRY.register("batched_mm", "batched matrix products over whole blocks, the host never waits", _batched_mm)
-REGISTRY.register("triton", "fused Triton kernels: sort, two grouped GEMMs, weighted sum", _triton)
-REGISTRY.register("triton_batched", "the same on batched rows, work from the counts", _triton_batched)
+REGISTRY.register("triton", "fused Triton kernels: sort, two grouped GEMMs, weighted sum", _triton, needs="triton")
+REGISTRY.register("triton_batched", "the same on batched rows, work from the counts", _triton_batched, needs="triton")

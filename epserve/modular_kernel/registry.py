@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,6 +19,8 @@ class Entry(Generic[T]):
     summary: str
     load: Callable[[], type[T]]
     """Imports the backend's file and returns its class. The file itself imports without its optional packages."""
+    needs: str = ""
+    """A package that the file cannot even be imported without; where it is missing the name is not offered."""
 
 
 class Registry(Generic[T]):
@@ -25,19 +28,26 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, summary: str, load: Callable[[], type[T]]) -> None:
+    def register(self, name: str, summary: str, load: Callable[[], type[T]], *, needs: str = "") -> None:
         assert name not in self._entries, f"{self.kind} {name} registered twice"
-        self._entries[name] = Entry(name=name, summary=summary, load=load)
+        self._entries[name] = Entry(name=name, summary=summary, load=load, needs=needs)
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._entries)
+        return tuple(name for name, entry in self._entries.items() if _installed(entry.needs))
 
     def entry(self, name: str) -> Entry[T]:
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{self.kind} {name!r} is unknown{hint} (known: {', '.join(self._entries)})")
-        return self._entries[name]
+        entry = self._entries[name]
+        if not _installed(entry.needs):
+            raise ConfigError(f"{self.kind} {name!r} needs a package: pip install {entry.needs}")
+        return entry
 
     def get(self, name: str) -> type[T]:
         return self.entry(name).load()
+
+
+def _installed(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None

@@ -93,11 +93,21 @@ class ServerConfig(_Section):
     max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
     """Longer requests get OUT_OF_RANGE."""
     max_concurrent_streams: Annotated[int, Field(ge=1)] = 1024
+    """For each client connection."""
     max_in_flight_per_stream: Annotated[int, Field(ge=1)] = 64
     """Calls of one ForwardStream that run at once; then nothing more is read from that client."""
     max_buffered_bytes: Annotated[int, Field(ge=1024)] = 1024 * MIB
     """Bytes of all requests that are here at once; above it callers get RESOURCE_EXHAUSTED."""
-    """For each client connection."""
+    unix_socket: Path | None = None
+    """Set: also listen on a Unix-domain socket of this path, which only the server's own user can open. Never with TLS."""
+    inference_protocol: bool = True
+    """Serve the Open Inference Protocol (KServe v2) too: a layer is a model."""
+    regions: bool = True
+    """Let clients on this host register shared-memory regions."""
+    max_region_bytes: Annotated[int, Field(ge=1)] = 16384 * MIB
+    """Largest region that a client may register. It costs the server a file descriptor, no memory."""
+    region_lease_s: Annotated[float, Field(gt=0)] = 600.0
+    """A region that was registered over the Open Inference Protocol is forgotten when it was not used for so long."""
     tls_cert: Path | None = None
     """PEM file of the server certificate; set with tls_key to turn TLS on."""
     tls_key: Path | None = None
@@ -105,7 +115,8 @@ class ServerConfig(_Section):
     tls_client_ca: Path | None = None
     """Set: clients must present a certificate that this authority signed."""
     tokens_file: Path | None = None
-    """One bearer token a line; set: every call needs `authorization: Bearer TOKEN`."""
+    """One bearer token a line, perhaps with a name and limits; set: every call needs `authorization: Bearer TOKEN`.
+    Read again on SIGHUP and when it changes."""
     reflection: bool = True
     """Serve the gRPC reflection service, which lists methods and messages."""
     allow_insecure: bool = False

@@ -5,7 +5,8 @@
     │   ├── InvalidRequest                 INVALID_ARGUMENT    a field's dtype, shape, ids or values
     │   ├── UnknownLayer                   NOT_FOUND           no such MoE layer in the served model
     │   ├── TooLarge                       OUT_OF_RANGE        above a configured limit, named in the message
-    │   └── Unauthenticated                UNAUTHENTICATED     missing or wrong token
+    │   ├── Unauthenticated                UNAUTHENTICATED     missing or wrong token
+    │   └── PermissionDenied               PERMISSION_DENIED   a known client that may not do this
     ├── OperatorError                      the set-up is wrong; raised before anything is served
     │   ├── ConfigError                    FAILED_PRECONDITION unknown key, impossible combination, missing package
     │   ├── CheckpointError                FAILED_PRECONDITION missing, surplus, misshapen or truncated tensors
@@ -54,6 +55,10 @@ class TooLarge(CallerError):
 
 class Unauthenticated(CallerError):
     grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(CallerError):
+    grpc_status = "PERMISSION_DENIED"
 
 
 class OperatorError(EpserveError):

@@ -16,7 +16,7 @@ from epserve.errors import ConfigError
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import generate
-from epserve.serving.server import SERVICE, Server
+from epserve.serving.server import INFERENCE_SERVICE, SERVICE, Server
 from tests.fake_engine import FakeEngine, serving
 from tests.grpc_calls import Frames, connect, message, status_of, tensor_of, until
 
@@ -69,7 +69,12 @@ class TestHealthAndReflection:
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             if enabled:
                 names = {service.name for service in (await call.read()).list_services_response.service}
-                assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+                assert names == {
+                    SERVICE,
+                    INFERENCE_SERVICE,
+                    "grpc.health.v1.Health",
+                    "grpc.reflection.v1alpha.ServerReflection",
+                }
             else:
                 assert (await status_of(call.read())).code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -259,7 +264,8 @@ class TestGenerate:
         assert generate.main(["--check"]) == 0
 
     def test_stale_stubs_fail_the_check(self, tmp_path, monkeypatch, capsys):
-        (tmp_path / generate.PROTO).write_text((generate.HERE / generate.PROTO).read_text())
+        for proto in generate.PROTOS:
+            (tmp_path / proto).write_text((generate.HERE / proto).read_text())
         monkeypatch.setattr(generate, "HERE", tmp_path)
         assert generate.main(["--check"]) == 1
         assert "epserve_pb2.py" in capsys.readouterr().err

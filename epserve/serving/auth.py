@@ -1,66 +1,50 @@
-"""Who may call: TLS, client certificates, and bearer tokens from a file."""
+"""Which calls come in: TLS, client certificates, bearer tokens."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ssl
 from pathlib import Path
 
 import grpc
 
 from epserve.config import ServerConfig
-from epserve.errors import ConfigError, Unauthenticated
+from epserve.errors import ConfigError, EpserveError, PermissionDenied
 from epserve.serving import status
+from epserve.serving.clients import Accounts
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Load balancers and kubelets ask for health without credentials."""
+ADMIN_METHODS = "/grpc.reflection."
+"""For tokens that are marked `admin`, where any is."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a known `authorization: Bearer TOKEN`, before their message is read.
+    """Refuses calls without a known `authorization: Bearer TOKEN`, before their message is read."""
 
-    Keeps digests only. Their comparison takes the same time whatever was sent.
-    """
-
-    def __init__(self, tokens: tuple[str, ...]):
-        self._digests = tuple(_digest(token) for token in tokens)
-        self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
+    def __init__(self, accounts: Accounts):
+        self._accounts = accounts
 
     async def intercept_service(self, continuation, handler_call_details):
-        if handler_call_details.method.startswith(OPEN_METHODS) or self._known(
-            handler_call_details.invocation_metadata
-        ):
-            return await continuation(handler_call_details)
-        return self._refusal
-
-    def _known(self, metadata) -> bool:
-        sent = next((value for key, value in metadata if key == "authorization"), "")
-        scheme, _, token = sent.partition(" ")
-        digest = _digest(token.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
-async def _refuse(request_iterator, context: grpc.aio.ServicerContext) -> None:
-    """A streaming handler for every method: it runs before any request message is received."""
-    error = Unauthenticated("authorization: missing or unknown bearer token (server.tokens_file)")
-    await status.abort(context, status.failure_of(error))
+        method = handler_call_details.method
+        if not method.startswith(OPEN_METHODS):
+            try:
+                policy = self._accounts.identify(handler_call_details.invocation_metadata).current()
+                if method.startswith(ADMIN_METHODS) and not policy.admin:
+                    raise PermissionDenied(
+                        f"client {policy.name!r} may not call {method}: its token is not marked admin"
+                    )
+            except EpserveError as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+def _refusal(error: EpserveError):
+    """A streaming handler, whatever the method: it runs before any request message is received."""
 
+    async def refuse(request_iterator, context: grpc.aio.ServicerContext) -> None:
+        await status.abort(context, status.failure_of(error))
 
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """One token a line; blank lines and lines that start with # do not count. Raises ConfigError."""
-    lines = (line.strip() for line in _read(path, "tokens_file").decode(errors="replace").splitlines())
-    tokens = tuple(line for line in lines if line and not line.startswith("#"))
-    if not tokens:
-        raise ConfigError(f"server.tokens_file: {path} holds no token; put one on each line")
-    if any(" " in token or not token.isascii() for token in tokens):
-        raise ConfigError(f"server.tokens_file: {path} holds a token with spaces or non-ASCII characters")
-    return tokens
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:

@@ -8,14 +8,20 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import grpc
 
 from epserve.config import ServerConfig
-from epserve.errors import DeadlineExceeded, EpserveError, NotReady, Overloaded
+from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded
 from epserve.runtime.planning import Batch
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
+from epserve.serving.clients import Account, Accounts
+from epserve.serving.regions import Regions, Slice
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine  # imports Ray; the front end needs its methods only
@@ -26,11 +32,31 @@ THREAD_BYTES = 1 << 20
 """From this size on checks and conversions leave the event loop (they take about 1 ms per 10 MB)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Where a call comes from. `peer`: gRPC's name of the connection; `account`: whose limits count."""
+
+    peer: str
+    account: Account
+
+    @property
+    def name(self) -> str:
+        """The client to whom fairness and logs refer."""
+        return self.account.name or self.peer
+
+    @property
+    def on_this_host(self) -> bool:
+        return unquote(self.peer).startswith(("unix:", "ipv4:127.", "ipv6:[::1]"))
+
+
 class Calls:
     """Runs calls on the engine; counts those in flight and the bytes that they hold."""
 
-    def __init__(self, engine: Engine, limits: ServerConfig, default_deadline_s: float):
+    def __init__(
+        self, engine: Engine, limits: ServerConfig, default_deadline_s: float, *, accounts: Accounts, regions: Regions
+    ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
+        self.accounts, self.regions = accounts, regions
         self.door = codec.Door(engine.info, engine.layers, limits)
         self.in_flight = 0
         self.buffered_bytes = 0
@@ -39,6 +65,19 @@ class Calls:
         self._idle.set()
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count(1)
+
+    def caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Raises Unauthenticated."""
+        account = self.accounts.identify(context.invocation_metadata())
+        account.current()
+        return Caller(peer=context.peer(), account=account)
+
+    def check_may_use_regions(self, caller: Caller) -> None:
+        if not self.limits.regions:
+            raise InvalidRequest("region: shared-memory regions are switched off (server.regions)", field="region")
+        if not caller.on_this_host:
+            text = "region: shared-memory regions are for clients that connect over loopback or the Unix-domain socket"
+            raise InvalidRequest(text, field="region")
 
     def request_id(self, wanted: str) -> str:
         """The caller's, checked, or one of our own."""
@@ -52,35 +91,50 @@ class Calls:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return time.monotonic() + remaining
 
-    def check(self, request: pb.ForwardRequest, request_id: str) -> codec.CheckedRequest:
+    def check(self, request: pb.ForwardRequest, request_id: str, caller: Caller) -> codec.CheckedRequest:
         """Header checks; raises NotReady while draining."""
         if self.draining.is_set():
             raise NotReady("the server is stopping; send the request to another one, or again later")
-        return self.door.check(request, request_id)
+
+        def resolve(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
+            self.check_may_use_regions(caller)
+            return self.regions.slice_of(caller.account.name, wanted, nbytes, field)
+
+        return self.door.check(request, request_id, resolve)
 
     @contextmanager
-    def admitted(self, checked: codec.CheckedRequest) -> Iterator[None]:
-        """Holds the request's bytes against the server's memory limit. Raises Overloaded."""
+    def admitted(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
+        """Holds the request's bytes against the limits of server and client, and its regions. Raises Overloaded."""
         limit, wanted = self.limits.max_buffered_bytes, checked.nbytes
         if self.buffered_bytes and self.buffered_bytes + wanted > limit:
             raise Overloaded(
                 f"request of {wanted} bytes: {self.buffered_bytes} bytes of other requests are here, at most {limit} are"
                 " held at once (server.max_buffered_bytes); try again later"
             )
-        self.buffered_bytes += wanted
-        self.in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.buffered_bytes -= wanted
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
+        with ExitStack() as held:
+            held.enter_context(caller.account.holding(wanted))
+            for each in (*checked.slices.values(), checked.output):
+                if each is not None:
+                    held.enter_context(each.region.used())
+            caller.account.spend(checked.tokens)
+            self.buffered_bytes += wanted
+            self.in_flight += 1
+            self._idle.clear()
+            try:
+                yield
+            finally:
+                self.buffered_bytes -= wanted
+                self.in_flight -= 1
+                if not self.in_flight:
+                    self._idle.set()
 
     async def run(
-        self, checked: codec.CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray], deadline: float, client: str
-    ) -> tuple[wire.WireTensor, pb.ForwardReply]:
+        self,
+        checked: codec.CheckedRequest,
+        buffers: Mapping[pb.Field, bytes | bytearray],
+        deadline: float,
+        caller: Caller,
+    ) -> tuple[dict[pb.Field, wire.WireTensor], pb.ForwardReply]:
         """The result and a reply that still lacks it. Raises EpserveError, or whatever a defect raises."""
         started = time.perf_counter()
         status = "CANCELLED"
@@ -96,19 +150,19 @@ class Calls:
                         weights=decoded.weights,
                         deadline=deadline,
                         request_id=checked.request_id,
-                        client=client,
+                        client=caller.name,
                     )
                     out = await self.engine.forward(batch)
                 else:
                     out = decoded.hidden  # no rows: nothing to ask of the ranks
                 computed_at = time.perf_counter()
-                tensor = await _maybe_in_thread(out.nbytes, codec.encode_reply, out, checked)
+                tensors = await _maybe_in_thread(out.nbytes, codec.encode_reply, out, checked)
             engine_s = computed_at - decoded_at
             timings = pb.Timings(
                 codec_us=round((time.perf_counter() - started - engine_s) * 1e6), engine_us=round(engine_s * 1e6)
             )
             status = "OK"
-            return tensor, pb.ForwardReply(request_id=checked.request_id, timings=timings)
+            return tensors, pb.ForwardReply(request_id=checked.request_id, timings=timings)
         except TimeoutError as error:
             status = "DEADLINE_EXCEEDED"
             raise DeadlineExceeded(
@@ -117,12 +171,14 @@ class Calls:
             ) from error
         except EpserveError as error:
             status = error.grpc_status
+            if error.retryable:
+                caller.account.give_back(checked.tokens)
             raise
         except Exception:
             status = "INTERNAL"
             raise
         finally:
-            self._log(checked, status, (time.perf_counter() - started) * 1e3, client)
+            self._log(checked, status, (time.perf_counter() - started) * 1e3, caller.name)
 
     def _log(self, checked: codec.CheckedRequest, status: str, ms: float, client: str) -> None:
         text = "request=%s layer=%d tokens=%d status=%s ms=%.2f client=%s"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
+from epserve.modular_kernel.quantization import BLOCK, dequantise_blocks, quantise_blocks
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
+from epserve.serving.regions import Slice
 
-HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32)
+HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
 ID_DTYPES = (pb.INT8, pb.INT16, pb.INT32, pb.INT64, pb.UINT8, pb.UINT16, pb.UINT32)
 WEIGHT_DTYPES = (pb.FP32, pb.FP16, pb.BF16)
 MAX_ID_CHARS = 128
@@ -29,17 +31,24 @@ _ID_CHARS = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A header that passed. `sizes`: field -> bytes that must come."""
+    """A header that passed. `sizes`: field -> bytes that must come; `slices`: field -> where they lie instead.
+
+    output: where the result goes, instead of into the reply.
+    """
 
     request_id: str
     layer: int
     tokens: int
     headers: Mapping[pb.Field, pb.Tensor]
     sizes: Mapping[pb.Field, int]
+    slices: Mapping[pb.Field, Slice]
+    output: Slice | None
+    reply_dtype: pb.DType
 
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes.values())
+        """Of all tensors that come in."""
+        return sum(self.sizes.values()) + sum(each.nbytes for each in self.slices.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +60,21 @@ class DecodedRequest:
     weights: torch.Tensor | None
 
 
+Resolve = Callable[[pb.RegionSlice, int, str], Slice]
+"""(slice, bytes that it must have, name of the field) -> where that is. Raises CallerError."""
+
+
+def no_regions(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
+    raise InvalidRequest(f"{field}: shared-memory regions are not served to this client", field=field)
+
+
 class Door:
     """`layers`: those that are served, perhaps not all of the model's."""
 
     def __init__(self, info: ModelInfo, layers: tuple[int, ...], limits: ServerConfig):
         self.info, self.layers, self.limits = info, layers, limits
 
-    def check(self, request: pb.ForwardRequest, request_id: str) -> CheckedRequest:
+    def check(self, request: pb.ForwardRequest, request_id: str, resolve: Resolve = no_regions) -> CheckedRequest:
         if request.layer not in self.layers:
             served = _ranges(self.layers)
             raise UnknownLayer(
@@ -67,23 +84,40 @@ class Door:
             raise InvalidRequest("hidden_states: missing; send (tokens, hidden) activations", field="hidden_states")
         headers = wire.declared(request)
         tokens = self._check_hidden(headers[pb.HIDDEN_STATES])
+        self._check_scales(headers, tokens)
+        reply_dtype = self._checked_reply_dtype(request)
         if (pb.TOPK_IDS in headers) != (pb.TOPK_WEIGHTS in headers):
             there, missing = ("topk_ids", "topk_weights") if pb.TOPK_IDS in headers else ("topk_weights", "topk_ids")
             text = f"{missing}: missing while {there} came; send both, or neither to let the layer's gate choose"
             raise InvalidRequest(text, field=missing)
         if pb.TOPK_IDS in headers:
             self._check_routing_headers(headers, tokens)
-        sizes = {which: wire.num_bytes(tensor) for which, tensor in headers.items()}
-        checked = CheckedRequest(
-            request_id=request_id, layer=request.layer, tokens=tokens, headers=headers, sizes=sizes
-        )
-        limit = self.limits.max_message_bytes
-        if checked.nbytes > limit:
+        nbytes = {which: wire.num_bytes(tensor) for which, tensor in headers.items()}
+        total, limit = sum(nbytes.values()), self.limits.max_message_bytes
+        if total > limit:
             raise TooLarge(
-                f"request: {tokens} tokens make {checked.nbytes} bytes, at most {limit} are allowed"
+                f"request: {tokens} tokens make {total} bytes, at most {limit} are allowed"
                 " (server.max_message_bytes); send fewer tokens a request"
             )
-        return checked
+        slices = {
+            which: resolve(tensor.region, nbytes[which], wire.FIELDS[which])
+            for which, tensor in headers.items()
+            if _lies_in_region(tensor, wire.FIELDS[which])
+        }
+        output = None
+        if request.HasField("output"):
+            reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
+            output = resolve(request.output, reply_bytes, "output")
+        return CheckedRequest(
+            request_id=request_id,
+            layer=request.layer,
+            tokens=tokens,
+            headers=headers,
+            sizes={which: size for which, size in nbytes.items() if which not in slices},
+            slices=slices,
+            output=output,
+            reply_dtype=reply_dtype,
+        )
 
     def _check_hidden(self, tensor: pb.Tensor) -> int:
         name = "hidden_states"
@@ -99,6 +133,42 @@ class Door:
                 " split them over several requests"
             )
         return tokens
+
+    def _check_scales(self, headers: Mapping[pb.Field, pb.Tensor], tokens: int) -> None:
+        name, wanted = "hidden_scales", headers[pb.HIDDEN_STATES].dtype == pb.FP8_E4M3
+        if wanted != (pb.HIDDEN_SCALES in headers):
+            text = (
+                "missing; float8_e4m3fn hidden_states need them" if wanted else "only for float8_e4m3fn hidden_states"
+            )
+            raise InvalidRequest(f"{name}: {text}", field=name)
+        if wanted:
+            self._check_blocks("hidden_states")
+            _check_dtype(name, headers[pb.HIDDEN_SCALES], (pb.FP32,))
+            got, must = tuple(headers[pb.HIDDEN_SCALES].shape), (tokens, self.info.hidden // BLOCK)
+            if got != must:
+                raise InvalidRequest(f"{name}: shape {got}, must be {must}: one for each 1x{BLOCK} block", field=name)
+
+    def _check_blocks(self, name: str) -> None:
+        if self.info.hidden % BLOCK:
+            text = (
+                f"{name}: hidden size {self.info.hidden} is not a multiple of {BLOCK}; float8_e4m3fn needs whole blocks"
+            )
+            raise InvalidRequest(text, field=name)
+
+    def _checked_reply_dtype(self, request: pb.ForwardRequest) -> pb.DType:
+        name, dtype = "reply_dtype", request.reply_dtype
+        if not dtype:
+            sent = request.hidden_states.dtype
+            return pb.BF16 if sent == pb.FP8_E4M3 else sent
+        if dtype not in HIDDEN_DTYPES:
+            raise InvalidRequest(f"{name}: {_dtype_name(dtype)} (allowed: {_dtype_names(HIDDEN_DTYPES)})", field=name)
+        if dtype == pb.FP8_E4M3:
+            self._check_blocks(name)
+            if request.HasField("output"):
+                raise InvalidRequest(
+                    f"{name}: float8_e4m3fn does not go with output; its scales have no place", field=name
+                )
+        return dtype
 
     def _check_routing_headers(self, headers: Mapping[pb.Field, pb.Tensor], tokens: int) -> None:
         _check_dtype("topk_ids", headers[pb.TOPK_IDS], ID_DTYPES)
@@ -117,8 +187,15 @@ class Door:
             raise InvalidRequest(text, field="topk_weights")
 
     def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray]) -> DecodedRequest:
-        """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range."""
-        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES).to(self.info.dtype)
+        """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range.
+
+        Bytes in regions are read here.
+        """
+        buffers = {**buffers, **{which: each.read() for which, each in checked.slices.items()}}
+        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
+        if pb.HIDDEN_SCALES in checked.headers:
+            hidden = dequantise_blocks(hidden, self._tensor(checked, buffers, pb.HIDDEN_SCALES))
+        hidden = hidden.to(self.info.dtype)
         if not _all_finite(hidden):
             name = str(self.info.dtype).removeprefix("torch.")
             text = f"hidden_states: holds NaN or infinite values (as {name}, the model's dtype); send finite ones"
@@ -141,10 +218,21 @@ class Door:
         return wire.decode(buffers.get(which, b""), checked.headers[which], as_torch=True)
 
 
-def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> wire.WireTensor:
-    """The result `(M, K)` in the dtype that the request's hidden states had."""
-    name = wire.DTYPE_NAMES[checked.headers[pb.HIDDEN_STATES].dtype]
-    return wire.encode(out.to(getattr(torch, name)), "hidden_states")
+def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, wire.WireTensor]:
+    """The result `(M, K)` in the dtype that the request asks for; written to its region, if it names one."""
+    if checked.reply_dtype == pb.FP8_E4M3:
+        rows, scales = quantise_blocks(out)
+        return {
+            pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
+            pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),
+        }
+    tensor = wire.encode(out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype])), "hidden_states")
+    if checked.output is not None:
+        checked.output.write(tensor.data)
+        where = checked.output
+        placed = pb.RegionSlice(region=where.region.name, offset=where.offset, byte_size=where.nbytes)
+        tensor = tensor.placed(placed)
+    return {pb.HIDDEN_STATES: tensor}
 
 
 def checked_request_id(request_id: str) -> str:
@@ -157,9 +245,23 @@ def checked_request_id(request_id: str) -> str:
 
 def _check_dtype(name: str, tensor: pb.Tensor, allowed: tuple[Any, ...]) -> None:
     if tensor.dtype not in allowed:
-        got = wire.DTYPE_NAMES.get(tensor.dtype, f"number {tensor.dtype}" if tensor.dtype else "unset")
-        names = ", ".join(wire.DTYPE_NAMES[dtype] for dtype in allowed)
-        raise InvalidRequest(f"{name}: dtype {got} is not allowed here (allowed: {names})", field=name)
+        text = f"{name}: dtype {_dtype_name(tensor.dtype)} is not allowed here (allowed: {_dtype_names(allowed)})"
+        raise InvalidRequest(text, field=name)
+
+
+def _dtype_name(dtype: int) -> str:
+    return wire.DTYPE_NAMES.get(dtype, f"number {dtype}" if dtype else "unset")  # type: ignore[call-overload]
+
+
+def _dtype_names(allowed: tuple[Any, ...]) -> str:
+    return ", ".join(wire.DTYPE_NAMES[dtype] for dtype in allowed)
+
+
+def _lies_in_region(tensor: pb.Tensor, name: str) -> bool:
+    if tensor.HasField("region") and tensor.data:
+        text = f"{name}: has {len(tensor.data)} bytes of data and names a region; one of the two"
+        raise InvalidRequest(text, field=name)
+    return tensor.HasField("region")
 
 
 def _two_dims(name: str, tensor: pb.Tensor, meaning: str) -> tuple[int, int]:

@@ -21,6 +21,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UINT8: _ClassVar[DType]
     UINT16: _ClassVar[DType]
     UINT32: _ClassVar[DType]
+    FP8_E4M3: _ClassVar[DType]
 
 class Field(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ class Field(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HIDDEN_STATES: _ClassVar[Field]
     TOPK_IDS: _ClassVar[Field]
     TOPK_WEIGHTS: _ClassVar[Field]
+    HIDDEN_SCALES: _ClassVar[Field]
 DTYPE_UNSPECIFIED: DType
 BF16: DType
 FP16: DType
@@ -40,46 +42,68 @@ INT64: DType
 UINT8: DType
 UINT16: DType
 UINT32: DType
+FP8_E4M3: DType
 FIELD_UNSPECIFIED: Field
 HIDDEN_STATES: Field
 TOPK_IDS: Field
 TOPK_WEIGHTS: Field
+HIDDEN_SCALES: Field
 
 class Tensor(_message.Message):
-    __slots__ = ("data", "dtype", "shape")
+    __slots__ = ("data", "dtype", "shape", "region")
     DATA_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    region: RegionSlice
+    def __init__(self, data: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., region: _Optional[_Union[RegionSlice, _Mapping]] = ...) -> None: ...
+
+class RegionSlice(_message.Message):
+    __slots__ = ("region", "offset", "byte_size")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    offset: int
+    byte_size: int
+    def __init__(self, region: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms")
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms", "hidden_scales", "output", "reply_dtype")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     TOPK_IDS_FIELD_NUMBER: _ClassVar[int]
     TOPK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SCALES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REPLY_DTYPE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     layer: int
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     timeout_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    hidden_scales: Tensor
+    output: RegionSlice
+    reply_dtype: DType
+    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
-    __slots__ = ("request_id", "hidden_states", "timings")
+    __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SCALES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     hidden_states: Tensor
     timings: Timings
-    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    hidden_scales: Tensor
+    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("codec_us", "engine_us")
@@ -140,6 +164,48 @@ class Failure(_message.Message):
     retryable: bool
     retry_after_ms: int
     def __init__(self, code: _Optional[str] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class HoldRegionRequest(_message.Message):
+    __slots__ = ("key", "offset", "byte_size", "proof")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    offset: int
+    byte_size: int
+    proof: bytes
+    def __init__(self, key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class HoldRegionReply(_message.Message):
+    __slots__ = ("region",)
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    def __init__(self, region: _Optional[str] = ...) -> None: ...
+
+class ListRegionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RegionInfo(_message.Message):
+    __slots__ = ("region", "key", "offset", "byte_size", "users")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    key: str
+    offset: int
+    byte_size: int
+    users: int
+    def __init__(self, region: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., users: _Optional[int] = ...) -> None: ...
+
+class ListRegionsReply(_message.Message):
+    __slots__ = ("regions",)
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[RegionInfo]
+    def __init__(self, regions: _Optional[_Iterable[_Union[RegionInfo, _Mapping]]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

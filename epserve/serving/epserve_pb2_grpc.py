@@ -45,6 +45,16 @@ class ExpertsStub:
                 request_serializer=epserve__pb2.RequestFrame.SerializeToString,
                 response_deserializer=epserve__pb2.ReplyFrame.FromString,
                 _registered_method=True)
+        self.HoldRegion = channel.unary_stream(
+                '/epserve.v1.Experts/HoldRegion',
+                request_serializer=epserve__pb2.HoldRegionRequest.SerializeToString,
+                response_deserializer=epserve__pb2.HoldRegionReply.FromString,
+                _registered_method=True)
+        self.ListRegions = channel.unary_unary(
+                '/epserve.v1.Experts/ListRegions',
+                request_serializer=epserve__pb2.ListRegionsRequest.SerializeToString,
+                response_deserializer=epserve__pb2.ListRegionsReply.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/epserve.v1.Experts/GetModel',
                 request_serializer=epserve__pb2.GetModelRequest.SerializeToString,
@@ -79,6 +89,23 @@ class ExpertsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldRegion(self, request, context):
+        """Registers shared memory of a client on the server's host, for as long as this call lives.
+
+        The server answers once, with the region's name, and then holds the call open. Cancelling it, or the client's death,
+        unregisters the region; requests that are using it still finish. Loopback and Unix-domain peers only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRegions(self, request, context):
+        """The caller's own regions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What is served, and the limits of a request.
         """
@@ -105,6 +132,16 @@ def add_ExpertsServicer_to_server(servicer, server):
                     servicer.ForwardStream,
                     request_deserializer=epserve__pb2.RequestFrame.FromString,
                     response_serializer=epserve__pb2.ReplyFrame.SerializeToString,
+            ),
+            'HoldRegion': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldRegion,
+                    request_deserializer=epserve__pb2.HoldRegionRequest.FromString,
+                    response_serializer=epserve__pb2.HoldRegionReply.SerializeToString,
+            ),
+            'ListRegions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRegions,
+                    request_deserializer=epserve__pb2.ListRegionsRequest.FromString,
+                    response_serializer=epserve__pb2.ListRegionsReply.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -172,6 +209,60 @@ class Experts:
             '/epserve.v1.Experts/ForwardStream',
             epserve__pb2.RequestFrame.SerializeToString,
             epserve__pb2.ReplyFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/epserve.v1.Experts/HoldRegion',
+            epserve__pb2.HoldRegionRequest.SerializeToString,
+            epserve__pb2.HoldRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRegions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epserve.v1.Experts/ListRegions',
+            epserve__pb2.ListRegionsRequest.SerializeToString,
+            epserve__pb2.ListRegionsReply.FromString,
             options,
             channel_credentials,
             insecure,

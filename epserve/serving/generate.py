@@ -1,4 +1,4 @@
-"""Generate the stubs beside `epserve.proto`: `python -m epserve.serving.generate [--check]`.
+"""Generate the stubs beside `epserve.proto` and `inference.proto`: `python -m epserve.serving.generate [--check]`.
 
 --check writes nothing and fails when the committed stubs differ from what would be generated.
 """
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROTO = "epserve.proto"
-STUBS = ("epserve_pb2.py", "epserve_pb2.pyi", "epserve_pb2_grpc.py")
+PROTOS = ("epserve.proto", "inference.proto")
+STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 GRPC_FLOOR = "1.80.0"
 """Oldest grpcio that has what the stubs call. The generator would demand its own version, newer than many GPU images have."""
 
@@ -24,16 +24,16 @@ def generate() -> dict[str, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-        if protoc.main(["protoc", f"-I{HERE}", *outputs, str(HERE / PROTO)]) != 0:
-            raise RuntimeError(f"{PROTO} does not compile; protoc said why above")
-        made = {name: (Path(folder) / name).read_text() for name in STUBS}
-    made["epserve_pb2_grpc.py"] = _adapt(made["epserve_pb2_grpc.py"])
-    return made
+        if protoc.main(["protoc", f"-I{HERE}", *outputs, *(str(HERE / proto) for proto in PROTOS)]) != 0:
+            raise RuntimeError(f"{', '.join(PROTOS)}: one does not compile; protoc said why above")
+        names = [proto.removesuffix(".proto") + ending for proto in PROTOS for ending in STUBS]
+        made = {name: (Path(folder) / name).read_text() for name in names}
+    return {name: _adapt(text) if name.endswith("_grpc.py") else text for name, text in made.items()}
 
 
 def _adapt(text: str) -> str:
     """Import the messages from their package, and ask for the grpcio that is needed rather than the generator's own."""
-    text, imports = re.subn(r"^import epserve_pb2 as", "from epserve.serving import epserve_pb2 as", text, flags=re.M)
+    text, imports = re.subn(r"^import (\w+_pb2) as", r"from epserve.serving import \1 as", text, flags=re.M)
     text, floors = re.subn(
         r"^GRPC_GENERATED_VERSION = .*$", f"GRPC_GENERATED_VERSION = '{GRPC_FLOOR}'", text, flags=re.M
     )

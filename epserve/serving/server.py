@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,7 +18,12 @@ from epserve.errors import ConfigError
 from epserve.serving import auth, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
+from epserve.serving import inference_pb2 as kserve_pb
+from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
 from epserve.serving.calls import Calls
+from epserve.serving.clients import Accounts
+from epserve.serving.kserve import InferenceServicer
+from epserve.serving.regions import Regions
 from epserve.serving.servicer import ExpertsServicer
 
 if TYPE_CHECKING:
@@ -25,7 +32,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("epserve.serving")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
-HEALTH_NAMES = ("", SERVICE)
+INFERENCE_SERVICE = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+HEALTH_NAMES = ("", SERVICE, INFERENCE_SERVICE)
+HOUSEKEEPING_S = 1.0
+"""How often the tokens file is looked at and dead clients' regions are dropped."""
 FLUSH_S = 0.5
 """For replies on their way and health watchers, once all accepted calls are done."""
 
@@ -42,6 +52,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         self._publishing: set[asyncio.Task[None]] = set()
+        self._housekeeping: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -56,14 +67,20 @@ class Server:
         """Raises ConfigError when certificates or tokens cannot be read or the address cannot be bound."""
         config = self._config
         credentials = auth.server_credentials(config)
-        interceptors = [auth.TokenInterceptor(auth.read_tokens(config.tokens_file))] if config.tokens_file else []
+        accounts = Accounts(config.tokens_file)
+        interceptors = [auth.TokenInterceptor(accounts)] if accounts.guarded else []
         _check_free(config.host, config.port)
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-        self._calls = Calls(self._engine, config, self._default_deadline_s)
-        pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(self._calls), server)
+        calls = self._calls = Calls(
+            self._engine, config, self._default_deadline_s, accounts=accounts, regions=Regions(config)
+        )
+        names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(calls), server)
+        if config.inference_protocol:
+            kserve_pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(calls), server)
+            names.append(INFERENCE_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
-            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         wanted = _address(config.host, config.port)
         try:
@@ -73,11 +90,14 @@ class Server:
                 self._port = server.add_secure_port(wanted, credentials)
         except RuntimeError as error:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
+        if config.unix_socket is not None:
+            _listen_on_socket(server, config.unix_socket)
         await self._publish_health()
         self._loop = asyncio.get_running_loop()
         self._engine.on_state_change(self._state_changed)
         await server.start()
         self._server = server
+        self._housekeeping = asyncio.create_task(_keep_house(calls))
         log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, bool(interceptors))
 
     async def stop(self, grace: float = 0.0) -> None:
@@ -86,11 +106,21 @@ class Server:
         if server is None or calls is None:
             return
         self._server = None
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
         await self._health.enter_graceful_shutdown()
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
         await server.stop(FLUSH_S)
+        calls.regions.unregister_all()
+        if self._config.unix_socket is not None:
+            self._config.unix_socket.unlink(missing_ok=True)
         log.info("stopped listening on %s", self.address)
+
+    def reload(self) -> None:
+        """Read the tokens file again now, as it is when it changes. An unusable one is logged and changes nothing."""
+        if self._calls is not None:
+            self._calls.accounts.reload()
 
     async def wait(self) -> None:
         """Until stopped."""
@@ -121,12 +151,44 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", message),
         ("grpc.max_send_message_length", message),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        # Identity only. Activations do not shrink (4 % with gzip for bfloat16, at some 20 MB/s), and a small compressed
+        # message could make the server unpack a large one.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
         ("grpc.keepalive_time_ms", 60_000),  # finds peers that vanished without closing
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
     ]
+
+
+async def _keep_house(calls: Calls) -> None:
+    while True:
+        await asyncio.sleep(HOUSEKEEPING_S)
+        calls.regions.reclaim()
+        if calls.accounts.changed():
+            calls.accounts.reload()
+
+
+def _listen_on_socket(server: grpc.aio.Server, path: Path) -> None:
+    """Only the server's own user can open the socket. A stale one is replaced, one in use is not. Raises ConfigError."""
+    what = f"server.unix_socket: cannot listen on {path}"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}") from None
+    else:
+        raise ConfigError(f"{what}: another server is listening there")
+    mask = os.umask(0o177)  # before the socket exists, so that there is no moment in which others could connect
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    finally:
+        os.umask(mask)
 
 
 def _address(host: str, port: int) -> str:

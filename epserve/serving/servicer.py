@@ -28,19 +28,55 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             request_id = self._calls.request_id(request.request_id)
             own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
             deadline = self._calls.deadline(context.time_remaining(), own_limit)
-            checked = self._calls.check(request, request_id)
+            caller = self._calls.caller(context)
+            checked = self._calls.check(request, request_id, caller)
             assembly = wire.Assembly(checked.sizes)
-            with self._calls.admitted(checked):
-                for which, tensor in checked.headers.items():
-                    assembly.add(which, tensor.data)
-                result, reply = await self._calls.run(checked, assembly.finish(), deadline, context.peer())
-                reply.hidden_states.CopyFrom(result.message())
-                return reply
+            with self._calls.admitted(checked, caller):
+                for which in checked.sizes:
+                    assembly.add(which, checked.headers[which].data)
+                result, reply = await self._calls.run(checked, assembly.finish(), deadline, caller)
+                return wire.reply_message(result, reply, inline=True)
         except Exception as error:
             await status.abort(context, status.failure_of(error, request_id))
 
     async def ForwardStream(self, request_iterator, context: grpc.aio.ServicerContext) -> None:
         await StreamSession(self._calls, context).run()
+
+    async def HoldRegion(self, request: pb.HoldRegionRequest, context: grpc.aio.ServicerContext) -> None:
+        regions = self._calls.regions
+        try:
+            caller = self._calls.caller(context)
+            self._calls.check_may_use_regions(caller)
+            region = regions.register_proven(
+                caller.account.name,
+                key=request.key,
+                offset=request.offset,
+                size=request.byte_size,
+                proof=request.proof,
+            )
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        try:
+            await context.write(pb.HoldRegionReply(region=region.name))
+            await self._calls.draining.wait()  # a client that ends the call, or dies, cancels this
+        finally:
+            regions.forget(region)
+
+    async def ListRegions(
+        self, request: pb.ListRegionsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListRegionsReply:
+        try:
+            caller = self._calls.caller(context)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        return pb.ListRegionsReply(
+            regions=[
+                pb.RegionInfo(
+                    region=region.name, key=region.key, offset=region.offset, byte_size=region.size, users=region.users
+                )
+                for region in self._calls.regions.of(caller.account.name)
+            ]
+        )
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelReply:
         info, limits = self._calls.engine.info, self._calls.limits

@@ -25,6 +25,7 @@ _BY_CODE: dict[str, type[EpserveError]] = {
     "NOT_FOUND": errors.UnknownLayer,
     "OUT_OF_RANGE": errors.TooLarge,
     "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
     "FAILED_PRECONDITION": errors.ConfigError,
     "RESOURCE_EXHAUSTED": errors.Overloaded,
     "UNAVAILABLE": errors.NotReady,

@@ -43,7 +43,7 @@ class _Call:
 class StreamSession:
     def __init__(self, calls: Calls, context: grpc.aio.ServicerContext):
         self._calls, self._context = calls, context
-        self._client = context.peer()
+        self._caller = calls.caller(context)
         self._slots = asyncio.Semaphore(calls.limits.max_in_flight_per_stream)
         self._writing = asyncio.Lock()
         self._broken = asyncio.get_running_loop().create_future()
@@ -114,11 +114,11 @@ class StreamSession:
             request_id = self._calls.request_id(request.request_id)
             own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
             deadline = self._calls.deadline(self._context.time_remaining(), own_limit)
-            checked = self._calls.check(request, request_id)
-            held.enter_context(self._calls.admitted(checked))
+            checked = self._calls.check(request, request_id, self._caller)
+            held.enter_context(self._calls.admitted(checked, self._caller))
             assembly = wire.Assembly(checked.sizes)
-            for which, tensor in checked.headers.items():
-                assembly.add(which, tensor.data)
+            for which in checked.sizes:
+                assembly.add(which, checked.headers[which].data)
         except Exception as error:
             held.close()
             self._ended = number
@@ -183,8 +183,8 @@ class StreamSession:
     async def _serve(self, call: _Call) -> None:
         checked, deadline = call.checked, call.deadline
         try:
-            tensor, reply = await self._calls.run(checked, call.assembly.finish(), deadline, self._client)
-            frames = wire.reply_frames(call.number, tensor, reply)
+            tensors, reply = await self._calls.run(checked, call.assembly.finish(), deadline, self._caller)
+            frames = wire.reply_frames(call.number, tensors, reply)
         except Exception as error:
             failure = status.failure_of(error, checked.request_id)
             frames = iter([pb.ReplyFrame(call=call.number, failure=failure)])

@@ -20,33 +20,45 @@ and a single message are several times slower."""
 OVERHEAD_BYTES = 64 << 10
 """Room for everything but the tensors in one message."""
 
-FIELDS = {pb.HIDDEN_STATES: "hidden_states", pb.TOPK_IDS: "topk_ids", pb.TOPK_WEIGHTS: "topk_weights"}
+FIELDS = {
+    pb.HIDDEN_STATES: "hidden_states", pb.HIDDEN_SCALES: "hidden_scales",
+    pb.TOPK_IDS: "topk_ids", pb.TOPK_WEIGHTS: "topk_weights",
+}  # fmt: skip
 DTYPE_NAMES = {
     pb.BF16: "bfloat16", pb.FP16: "float16", pb.FP32: "float32", pb.FP64: "float64",
     pb.INT8: "int8", pb.INT16: "int16", pb.INT32: "int32", pb.INT64: "int64",
-    pb.UINT8: "uint8", pb.UINT16: "uint16", pb.UINT32: "uint32",
+    pb.UINT8: "uint8", pb.UINT16: "uint16", pb.UINT32: "uint32", pb.FP8_E4M3: "float8_e4m3fn",
 }  # fmt: skip
-"""The names are those of torch and, but for bfloat16, of numpy."""
+"""The names are those of torch and, but for bfloat16 and float8_e4m3fn, of numpy."""
 ITEM_BYTES = {
     pb.BF16: 2, pb.FP16: 2, pb.FP32: 4, pb.FP64: 8, pb.INT8: 1, pb.INT16: 2, pb.INT32: 4, pb.INT64: 8,
-    pb.UINT8: 1, pb.UINT16: 2, pb.UINT32: 4,
+    pb.UINT8: 1, pb.UINT16: 2, pb.UINT32: 4, pb.FP8_E4M3: 1,
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireTensor:
-    """One tensor on its way out."""
+    """One tensor on its way out. With a `region` its bytes lie there, and `data` is empty."""
 
     dtype: pb.DType
     shape: tuple[int, ...]
     data: memoryview = field(repr=False)
+    region: pb.RegionSlice | None = None
 
     def header(self) -> pb.Tensor:
-        return pb.Tensor(dtype=self.dtype, shape=self.shape)
+        return pb.Tensor(dtype=self.dtype, shape=self.shape, region=self.region)
 
     def message(self) -> pb.Tensor:
-        return pb.Tensor(dtype=self.dtype, shape=self.shape, data=bytes(self.data))
+        return pb.Tensor(dtype=self.dtype, shape=self.shape, region=self.region, data=bytes(self.data))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def placed(self, region: pb.RegionSlice) -> WireTensor:
+        """The same tensor, whose bytes lie in a region already."""
+        return WireTensor(dtype=self.dtype, shape=self.shape, data=memoryview(b""), region=region)
 
 
 def encode(value: Any, name: str) -> WireTensor:
@@ -173,13 +185,18 @@ def request_frames(
             yield pb.RequestFrame(call=call, part=part)
 
 
-def reply_frames(call: int, tensor: WireTensor, reply: pb.ForwardReply) -> Iterator[pb.ReplyFrame]:
-    """`reply` (id, timings) with its tensor."""
-    inline = fits_one_message((tensor,))
-    reply.hidden_states.CopyFrom(tensor.message() if inline else tensor.header())
-    yield pb.ReplyFrame(call=call, begin=reply)
+def reply_message(tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply, *, inline: bool) -> pb.ForwardReply:
+    """`reply` (id, timings) with its tensors, or with their headers only."""
+    for which, tensor in tensors.items():
+        getattr(reply, FIELDS[which]).CopyFrom(tensor.message() if inline else tensor.header())
+    return reply
+
+
+def reply_frames(call: int, tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply) -> Iterator[pb.ReplyFrame]:
+    inline = fits_one_message(tuple(tensors.values()))
+    yield pb.ReplyFrame(call=call, begin=reply_message(tensors, reply, inline=inline))
     if not inline:
-        for part in parts({pb.HIDDEN_STATES: tensor}):
+        for part in parts(tensors):
             yield pb.ReplyFrame(call=call, part=part)
 
 

@@ -1,0 +1,235 @@
+"""Shared-memory regions of clients on this host: what is registered, by whom, and reads and writes within its bounds.
+
+A region is a window of a POSIX shared-memory object. The server keeps a file descriptor and no mapping: a client may cut
+its object short at any time, which would end a process that reads a mapping of it (SIGBUS), while `preadv` just comes back
+with fewer bytes. It also takes the one copy that a check of ids needs, since the client can write while it is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from epserve.config import ServerConfig
+from epserve.errors import InvalidRequest, Overloaded, TooLarge
+from epserve.serving import epserve_pb2 as pb
+
+FOLDER = Path("/dev/shm")
+_KEY = re.compile(r"/?([A-Za-z0-9._\-]{1,200})")
+RESERVED_PREFIX = "epserve-"
+"""Objects of this service and of its own clients: nobody gets at them without showing that he can write them."""
+MAX_REGIONS_PER_CLIENT = 256
+MAX_REGIONS = 512
+"""Each costs a file descriptor, and processes have 1,024 of them by default."""
+PROOF_BYTES = range(16, 65)
+_IO_BYTES = 1 << 30
+"""Linux moves at most 2 GiB in one call."""
+
+
+class Region:
+    """One window. Reads and writes may come from any thread; the descriptor lives until the last of them is done."""
+
+    def __init__(self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int):
+        self.owner, self.name, self.key, self.offset, self.size = owner, name, key, offset, size
+        self.lease_s = lease_s
+        self.last_used = time.monotonic()
+        self.users = 0
+        self._fd, self._registered = fd, True
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def used(self) -> Iterator[int]:
+        """The file descriptor, open until the block ends. Raises InvalidRequest when the region is gone."""
+        with self._lock:
+            if self._fd < 0:
+                raise InvalidRequest(f"region: {self.name!r} was unregistered meanwhile", field="region")
+            self.users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self.users -= 1
+                self.last_used = time.monotonic()
+                self._close_if_idle()
+
+    def unregister(self) -> None:
+        with self._lock:
+            self._registered = False
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._registered and not self.users and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def renew(self) -> None:
+        self.last_used = time.monotonic()
+
+    def expired(self, now: float) -> bool:
+        return self.lease_s is not None and not self.users and now - self.last_used > self.lease_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Bytes of a region that lie within its bounds. `field`: of the request, for messages."""
+
+    region: Region
+    offset: int
+    nbytes: int
+    field: str
+
+    def read(self) -> bytearray:
+        """Raises InvalidRequest when the object has become too short."""
+        buffer = bytearray(self.nbytes)
+        view, at = memoryview(buffer), self.region.offset + self.offset
+        with self.region.used() as fd:
+            while view:
+                count = os.preadv(fd, [view[:_IO_BYTES]], at)
+                if not count:
+                    raise self._too_short()
+                view, at = view[count:], at + count
+        return buffer
+
+    def write(self, data: memoryview) -> None:
+        """As `read`. Writing never makes the object longer, except in a race with a client that cuts it."""
+        assert len(data) == self.nbytes
+        at = self.region.offset + self.offset
+        with self.region.used() as fd:
+            if os.fstat(fd).st_size < at + len(data):
+                raise self._too_short()
+            while data:
+                count = os.pwritev(fd, [data[:_IO_BYTES]], at)
+                data, at = data[count:], at + count
+
+    def _too_short(self) -> InvalidRequest:
+        text = (
+            f"{self.field}: the shared-memory object of region {self.region.name!r} has become shorter than the region"
+        )
+        return InvalidRequest(text, field=self.field)
+
+
+class Regions:
+    """The registry. An owner sees and uses only its own regions. Of one event loop; regions are used from any thread."""
+
+    def __init__(self, limits: ServerConfig, folder: Path = FOLDER):
+        self._limits, self._folder = limits, folder
+        self._regions: dict[tuple[str, str], Region] = {}
+
+    def register_proven(self, owner: str, *, key: str, offset: int, size: int, proof: bytes) -> Region:
+        """Under a name of the server's choice. `proof`: random bytes that the region starts with, to show write access."""
+        if len(proof) not in PROOF_BYTES:
+            text = f"proof: {len(proof)} bytes, must be {PROOF_BYTES.start} to {PROOF_BYTES.stop - 1} random ones"
+            raise InvalidRequest(text, field="proof")
+        if len(proof) > size:
+            raise InvalidRequest(f"byte_size: {size}, less than the {len(proof)} bytes of the proof", field="byte_size")
+        fd = self._open(owner, key, offset, size)
+        try:
+            if not hmac.compare_digest(os.pread(fd, len(proof), offset), proof):
+                raise InvalidRequest("proof: the region does not start with these bytes", field="proof")
+        except BaseException:
+            os.close(fd)
+            raise
+        name = f"region-{secrets.token_hex(8)}"
+        return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=None, fd=fd))
+
+    def register_leased(self, owner: str, *, name: str, key: str, offset: int, size: int) -> Region:
+        """Under the client's name, forgotten when unused for `server.region_lease_s`."""
+        if not 1 <= len(name) <= 256 or not name.isprintable():
+            raise InvalidRequest(f"name: {len(name)} characters, must be 1 to 256 printable ones", field="name")
+        self.reclaim()
+        if (owner, name) in self._regions:
+            raise InvalidRequest(f"name: {name!r} is registered already; unregister it first", field="name")
+        if key.lstrip("/").startswith(RESERVED_PREFIX):
+            raise InvalidRequest(f"key: names that start with {RESERVED_PREFIX!r} are the service's own", field="key")
+        fd = self._open(owner, key, offset, size)
+        lease_s = self._limits.region_lease_s
+        return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=lease_s, fd=fd))
+
+    def _add(self, region: Region) -> Region:
+        self._regions[region.owner, region.name] = region
+        return region
+
+    def _open(self, owner: str, key: str, offset: int, size: int) -> int:
+        """A descriptor of the object, which is large enough now."""
+        matched = _KEY.fullmatch(key)
+        if matched is None or matched[1] in (".", ".."):
+            text = "key: must name a POSIX shared-memory object: 1 to 200 letters, digits, dots, dashes or underscores"
+            raise InvalidRequest(text, field="key")
+        if not 1 <= size <= self._limits.max_region_bytes:
+            limit = self._limits.max_region_bytes
+            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)")
+        self.reclaim()
+        mine = sum(region.owner == owner for region in self._regions.values())
+        if mine >= MAX_REGIONS_PER_CLIENT or len(self._regions) >= MAX_REGIONS:
+            text = f"{mine} regions of this client and {len(self._regions)} in all are registered, which is the most"
+            raise Overloaded(
+                f"{text} ({MAX_REGIONS_PER_CLIENT}, {MAX_REGIONS}); use fewer and larger ones", retry_after_s=1
+            )
+        try:
+            # NOTE: O_NOFOLLOW and O_NONBLOCK: neither a link out of the folder nor a pipe without a peer
+            fd = os.open(self._folder / matched[1], os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidRequest(f"key: cannot open {key!r}: {error.strerror}", field="key") from None
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or offset + size > found.st_size:
+            os.close(fd)
+            text = f"offset, byte_size: {offset} + {size} bytes, but {key!r} has {found.st_size}"
+            raise InvalidRequest(text, field="byte_size")
+        return fd
+
+    def unregister(self, owner: str, name: str) -> None:
+        """Requests that are using it still finish. Raises InvalidRequest for an unknown one."""
+        self.forget(self.find(owner, name, "name"))
+
+    def forget(self, region: Region) -> None:
+        """As `unregister`, for whoever holds the region itself; twice is once."""
+        region.unregister()
+        self._regions.pop((region.owner, region.name), None)
+
+    def unregister_all(self, owner: str | None = None) -> None:
+        """Of one owner that were registered under a name of his; None: whatever there is."""
+        for region in list(self._regions.values()):
+            if owner is None or (region.owner == owner and region.lease_s is not None):
+                self.forget(region)
+
+    def of(self, owner: str) -> list[Region]:
+        self.reclaim()
+        return [region for region in self._regions.values() if region.owner == owner]
+
+    def find(self, owner: str, name: str, field: str) -> Region:
+        """Another client's region is as unknown as none."""
+        region = self._regions.get((owner, name))
+        if region is None:
+            raise InvalidRequest(f"{field}: no region {name!r} of this client is registered", field=field)
+        return region
+
+    def slice_of(self, owner: str, wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
+        """Raises InvalidRequest unless it is `nbytes` long and within the region."""
+        region = self.find(owner, wanted.region, field)
+        if wanted.byte_size != nbytes:
+            text = f"{field}: {wanted.byte_size} bytes of region {region.name!r}, its shape and dtype make {nbytes}"
+            raise InvalidRequest(text, field=field)
+        if wanted.offset + nbytes > region.size:
+            text = f"{field}: bytes {wanted.offset} to {wanted.offset + nbytes} of region {region.name!r}, it has {region.size}"
+            raise InvalidRequest(text, field=field)
+        region.renew()
+        return Slice(region=region, offset=wanted.offset, nbytes=nbytes, field=field)
+
+    def reclaim(self) -> None:
+        """Forget regions whose lease is over: their clients are taken for dead."""
+        now = time.monotonic()
+        for region in list(self._regions.values()):
+            if region.expired(now):
+                self.forget(region)
+
+    def __len__(self) -> int:
+        return len(self._regions)

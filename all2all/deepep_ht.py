@@ -28,7 +28,8 @@ from . import deepep_library as library
 
 RANKS = (2, 4, 8)  # what its kernels inside one node are compiled for
 NUM_SMS = 20  # the library's default
-ROW_BYTES = 16  # rows are moved as int4
+ROW_BYTES = 32  # rows are moved in two halves of int4
+MAX_HIDDEN = 8176  # half a bf16 row and 8 bytes must fit in the 8 KiB that a warp of its kernels has
 RECEIVE_TOKENS = 256  # of one channel: the library's tuned configurations for up to 8 ranks
 ROW_RECORD_BYTES = (
     128 * (8 + 4 + 4) + 64
@@ -52,6 +53,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         dtypes=frozenset({torch.bfloat16}),
         quant_dispatch=frozenset({"fp8_block"}),
         rank_counts=frozenset(RANKS),
+        max_hidden=MAX_HIDDEN,
         async_receive=True,
     )
 

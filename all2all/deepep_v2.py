@@ -20,7 +20,7 @@ ALIGN = 2 << 20  # of its buffers
 class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
     """The high-throughput steps over the newer buffer, which lays a dispatch out itself."""
 
-    capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset())
+    capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
 
     def _send(self, x, wanted, beside):
         received, ids, weights, handle, done = self.buffer.dispatch(

@@ -38,7 +38,7 @@ WARM_UP_LIMIT_S = 600.0  # the first round: the ranks compile at their own pace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a kernel cuts its work. `programs` is the most that run; combine's must fit on the device all at once."""
+    """How a kernel cuts its work. `programs` is the most that run, 4096 at most."""
 
     programs: int
     warps: int
@@ -59,7 +59,7 @@ class Tilings:
     combine_many: Tiling = Tiling(programs=1056, warps=4, block=1024)
     dispatch_narrow: Tiling = Tiling(programs=32, warps=16, block=4096)
     combine_narrow: Tiling = Tiling(programs=32, warps=16, block=4096)
-    launch_early: bool = False
+    launch_early: bool = True
     """Programmatic dependent launch: a kernel is set up while the one before it drains."""
 
 
@@ -278,7 +278,15 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         slot = flight.slot
         kernels.dispatch_wait[(1,)](
-            slot.table, slot.flags[0], slot.ctl, self.heap.failed, self._limit_ns, W=self.ranks.world_size, num_warps=1
+            slot.table,
+            slot.flags[0],
+            slot.ctl,
+            self.heap.failed,
+            flight.home.ids_Mt.shape[0],
+            self._limit_ns,
+            int(flight.dense),
+            W=self.ranks.world_size,
+            num_warps=1,
         )
 
     def _combine(self, flight: Flight, out_MK: torch.Tensor, tiling: Tiling) -> None:

@@ -84,7 +84,7 @@ class Slot:
     flags: tuple[torch.Tensor, torch.Tensor]
     """This rank's flags of dispatch and of combine, int32 `(R, 32)`."""
     ctl: torch.Tensor
-    """int32 `(96,)`: the device's counters."""
+    """int32 `(32,)`: the device's counters."""
     x: torch.Tensor
     scales: torch.Tensor | None
     weights: torch.Tensor
@@ -137,7 +137,7 @@ class Heap:
             index=index,
             table=torch.tensor(padded, dtype=torch.int64).to(device),
             flags=flags,  # type: ignore[arg-type]
-            ctl=torch.zeros(96, dtype=torch.int32, device=device),
+            ctl=torch.zeros(32, dtype=torch.int32, device=device),
             x=view(layout.part(index, "rows"), FP8 if self.fp8 else shape.dtype, rows, shape.hidden),
             scales=view(layout.part(index, "scales"), torch.float32, rows, shape.hidden // BLOCK) if self.fp8 else None,
             weights=view(layout.part(index, "weights"), torch.float32, rows, shape.top_k),

@@ -10,7 +10,7 @@ is x times the sum of weights. A candidate that fails, hangs or is wrong is repo
 is 1.
 
 Times are the slowest rank's median of one call. A candidate with `graph` runs as replayed CUDA graphs of 10 calls: of
-dispatch, of combine, of the two in turn. Any other, DeepEP high throughput among them, runs eagerly, with a spin of about
+dispatch, of combine, of the two in turn; where a combine needs its own dispatch, combine is the difference. Any other, DeepEP high throughput among them, runs eagerly, with a spin of about
 50 us where the experts would be, so that combine's launch is hidden as in use; round trip = dispatch + combine.
 GB/s: rows received, one per (token, destination rank), rows that stay on the rank included; for low latency rows sent,
 one per (token, expert). A row has 2H bytes, in fp8 H + H/32 with its scales.
@@ -151,7 +151,10 @@ def measure(candidate, case: Case, tokens: int, ranks: Ranks, copy_gbps: float) 
         round_trip, _ = time_graph(lambda: candidate.finalize(candidate.prepare(), y), ranks)
         dispatch, state = time_graph(candidate.prepare_again, ranks)
         y = candidate.identity(state)
-        combine, out = time_graph(lambda: candidate.finalize_again(state, y), ranks)
+        if candidate.paired:
+            combine, out = round_trip - dispatch, candidate.finalize(candidate.prepare(), y)
+        else:
+            combine, out = time_graph(lambda: candidate.finalize(state, y), ranks)
     else:
         dispatch, combine = time_eager(candidate, y, ranks)
         round_trip = dispatch + combine

@@ -13,7 +13,6 @@ import all2all
 from all2all.nvlink import NvlinkPrepareAndFinalize
 from all2all.symmetric import SharedFiles
 from epserve.modular_kernel import (
-    DispatchHandle,
     ExpertLayout,
     ExpertShape,
     LayerSpec,
@@ -48,6 +47,7 @@ class Candidate:
 
     graph = False  # prepare, and finalize with one state many times over, can be captured in a CUDA graph
     fp8 = False  # the rows dispatched are e4m3 with one fp32 scale per 128 columns
+    paired = False  # finalize is good for one prepare: combine alone cannot be repeated
     row_per_expert = False  # a row is sent per selected expert; otherwise one per destination rank
     max_tokens: ClassVar[int | None] = None  # cases with more tokens per rank are left out
 
@@ -70,9 +70,6 @@ class Candidate:
     def finalize(self, state, y):
         """Combine: (T, H) bf16 for the tokens that this rank sent."""
         raise NotImplementedError
-
-    def finalize_again(self, state, y):
-        return self.finalize(state, y)
 
     def rows(self, state) -> int:
         return (state.x if isinstance(state.x, torch.Tensor) else state.x[0]).shape[0]
@@ -106,7 +103,7 @@ def destinations(ids, case: Case):
 class Ours(Candidate):
     """A registered backend through the contract, with the numbers of tokens known, as the scheduler knows them."""
 
-    name = ""
+    name, paired = "", True
     options: ClassVar[dict[str, Any]] = {}
     known = True
 
@@ -130,7 +127,7 @@ class Ours(Candidate):
     def prepare(self):
         prepared = self.pf.prepare(self.x, self.routing, quant=self.spec.quant, tokens_per_rank=self.counts)
         x = prepared.x if prepared.scales is None else (prepared.x, prepared.scales)
-        return SimpleNamespace(x=x, prepared=prepared, flight=prepared.handle._state)
+        return SimpleNamespace(x=x, prepared=prepared)
 
     def prepare_again(self):
         state = self.prepare()
@@ -149,12 +146,6 @@ class Ours(Candidate):
 
     def finalize(self, state, y):
         return self.pf.finalize(state.prepared.handle, y, reduce=self.reduce, out_MK=self.out)
-
-    def finalize_again(self, state, y):
-        handle = DispatchHandle(self.pf.book, state.flight)
-        out = self.pf.finalize(handle, y, reduce=self.reduce, out_MK=self.out)
-        self._forget()
-        return out
 
     def destroy(self):
         self._forget()

@@ -74,7 +74,7 @@ class Buffer:
     def dispatch(self, x, *, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
                  previous_event=None, async_finish=False, allocate_on_comm_stream=False):  # fmt: skip
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        assert rows.is_contiguous() and rows.shape[1] * rows.element_size() % 16 == 0, "rows are moved as int4"
+        assert rows.is_contiguous() and rows.shape[1] * rows.element_size() % 32 == 0, "rows are moved in two halves"
         assert topk_weights.dtype == torch.float32 and torch.isfinite(topk_weights).all()
         assert num_tokens_per_rank.tolist() == is_token_in_rank.sum(0).tolist()
         local = num_tokens_per_expert.numel() // self.size

@@ -61,6 +61,10 @@ class InterpretedNvlink(NvlinkPrepareAndFinalize):
     )
 
 
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
 def expected(x_MK: torch.Tensor, routing: Routing, fp8: bool) -> torch.Tensor:
     scale = torch.where(routing.ids_Mt >= 0, routing.weights_Mt * (routing.ids_Mt + 1), 0.0).sum(1, keepdim=True)
     return x_MK.float() * scale
@@ -201,14 +205,13 @@ class Rank:
 
     def stress(self) -> None:
         pf = self.make(batches_in_flight=self.args.in_flight)
-        if self.args.wrap:
+        if self.args.first_step:
             self.settle()
             dist.barrier()
-            start = 2**31 - 3  # the counters pass from the largest int32 to the smallest in the third step
             for slot in pf.heap.slots:
-                slot.ctl[:2] = start
-                for flags in slot.flags:
-                    flags.fill_(start)
+                slot.ctl[0] = self.args.first_step
+                slot.flags[0].fill_(_int32(self.args.first_step * 4096))
+                slot.flags[1].fill_(self.args.first_step)
             self.settle()
             dist.barrier()
         worst, began = 0.0, time.monotonic()
@@ -323,7 +326,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slack-s", type=float, default=10, help="how late an error may come, on a busy machine")
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--wrap", action="store_true", help="start the step counters just below 2**31")
+    parser.add_argument("--first-step", type=int, default=0, help="2**31 - 3 or 2**19 - 3: flags of a phase wrap soon")
     parser.add_argument("--lose", choices=("dispatch", "combine"), help="kill the last rank before this phase")
     parser.add_argument("--provider", choices=tuple(PROVIDERS))
     parser.add_argument("--meet", required=True, help="a path that does not exist, where the ranks find each other")

@@ -2,13 +2,17 @@
 
 Legend: M tokens of this rank, H hidden size, K top-k, W ranks, phase 0 dispatch, 1 combine.
 
-`table` holds one row of W addresses (`TAB` apart) for each part of a slot: see `nvlink_heap.Part`. `flags` are this rank's
-own, one int32 for each source, `FLAG` apart: the source's last complete step of this slot and phase. Steps are counted on
-the device (`ctl`) and compared by their difference, so that they may wrap, and so that a replayed graph needs no reset.
+`table` holds one row of W addresses (`TAB` apart) for each part of a slot. `flags` are this rank's own, one int32 for each
+source and phase, `FLAG` apart, and they only grow:
+- dispatch: every program of the source adds its share after its stores; the shares of one step sum up to `SHARES`,
+  whatever the number of programs, so that step n is complete at n * SHARES;
+- combine: the source's last step whose partial sums may be read.
+Each is a release at system scope, which an acquire at the waiting rank pairs with. Steps are counted on the device (`ctl`;
+dispatch counts, the combine that follows it has the same number) and compared by their difference, so that they may wrap,
+and so that a replayed graph needs no reset.
 
-A step ends with a release of its flag at every rank (system scope), which an acquire at the waiting rank pairs with. In
-dispatch the last program to arrive does both for its grid and alone spins; in combine program 0 signals before it spins,
-and then every program spins: no program ever waits for one of its own grid that may not have started.
+Who waits: in dispatch the last program alone, after its own stores, for all ranks including its own; in combine program 0
+signals before it waits, and then every program waits. So no program waits for one of its own grid behind it.
 
 A wait that outlasts its limit records who was late (`failed`, and the host's `status`) and returns. From then on every
 kernel of this heap does nothing: the context survives, the host raises, and the group can be rebuilt.
@@ -41,9 +45,10 @@ STATUS = tl.constexpr(6)
 IDS = tl.constexpr(7)  # two rows: of the spaced layout, then of the dense one
 
 # Words of ctl.
-EPOCH = tl.constexpr(0)  # and 1: steps done of each phase
-HIGH = tl.constexpr(2)  # rows of the spaced layout that may hold ids at the peers
-ARRIVED = tl.constexpr(32)  # and 64: programs done of each phase
+STEP = tl.constexpr(0)  # dispatches that have been received
+HIGH = tl.constexpr(1)  # rows of the spaced layout that may hold ids at the peers
+
+SHARES = tl.constexpr(4096)  # what a step adds to a dispatch flag; the most programs
 
 
 @triton.jit
@@ -80,22 +85,21 @@ def _seen(flags):
 
 
 @triton.jit
-def _signal(table, flags_part: tl.constexpr, step, W: tl.constexpr):
+def _flags_of_peers(table, part: tl.constexpr, W: tl.constexpr):
     r = tl.arange(0, triton.next_power_of_2(W))
-    theirs = tl.load(table + flags_part * TAB + r, mask=r < W, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(theirs, tl.zeros_like(r) + step, mask=r < W, sem="release", scope="sys")
+    return tl.load(table + part * TAB + r, mask=r < W, other=0).to(tl.pointer_type(tl.int32)), r < W
 
 
 @triton.jit
-def _ahead(flags, step, W: tl.constexpr):
-    """How far the slowest rank is beyond the step, negative when it is behind.
+def _ahead(flags, target, W: tl.constexpr):
+    """How far the slowest rank's flag is beyond the target, negative when it is behind.
 
     At most 32 flags at a time: a reduction within a warp, with no barrier, since warps leave the loop one by one.
     """
     r = tl.arange(0, 32 if W > 32 else triton.next_power_of_2(W))
-    ahead = tl.min(_seen(flags + tl.minimum(r, W - 1) * FLAG) - step, 0)
+    ahead = tl.min(_seen(flags + tl.minimum(r, W - 1) * FLAG) - target, 0)
     if W > 32:
-        ahead = tl.minimum(ahead, tl.min(_seen(flags + tl.minimum(r + 32, W - 1) * FLAG) - step, 0))
+        ahead = tl.minimum(ahead, tl.min(_seen(flags + tl.minimum(r + 32, W - 1) * FLAG) - target, 0))
     return ahead
 
 
@@ -106,25 +110,35 @@ def _agree(ok):
 
 
 @triton.jit
-def _wait(table, flags, failed, step, limit_ns, phase: tl.constexpr, W: tl.constexpr):
-    """1 when every rank has reached the step, 0 when this heap has failed, now or before."""
+def _wait(table, flags, failed, target, step, limit_ns, phase: tl.constexpr, W: tl.constexpr):
+    """1 when every rank's flag has reached the target, 0 when this heap has failed, now or before."""
     intact = tl.load(failed) == 0
     start = _now()
-    ahead = _ahead(flags, step, W)
+    ahead = _ahead(flags, target, W)
     waiting = (ahead < 0) & intact
     while waiting:
-        ahead = _ahead(flags, step, W)
+        ahead = _ahead(flags, target, W)
         waiting = (ahead < 0) & (_now() - start < limit_ns)
     ready = _agree((ahead >= 0) & intact)
     if ready == 0:
         late = W
         for r in range(W):
-            if tl.atomic_add(flags + (W - 1 - r) * FLAG, 0, sem="relaxed", scope="gpu") - step < 0:
+            if tl.atomic_add(flags + (W - 1 - r) * FLAG, 0, sem="relaxed", scope="gpu") - target < 0:
                 late = W - 1 - r
         code = ((phase * 128 + late + 1).to(tl.int64) << 32) | (step.to(tl.int64) & 0xFFFFFFFF)
         if tl.atomic_cas(failed, tl.full([], 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
             tl.store(tl.load(table + STATUS * TAB).to(tl.pointer_type(tl.int64)), code)
     return ready
+
+
+@triton.jit
+def _received(table, flags, ctl, failed, tokens, dense, limit_ns, W: tl.constexpr):
+    """Wait for every rank's rows, and count the step. By then this rank's own programs have read what is written here."""
+    step = tl.load(ctl + STEP) + 1
+    if _wait(table, flags, failed, step * SHARES, step, limit_ns, 0, W) != 0:
+        tl.store(ctl + STEP, step)
+        if dense == 0:
+            tl.store(ctl + HIGH, tokens)
 
 
 @triton.jit
@@ -206,23 +220,21 @@ def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_
         for r in range(W):
             their_ids = tl.load(table + IDS * TAB + r).to(tl.pointer_type(tl.int32))
             tl.store(their_ids + (first_row + tokens) * K + cell, tl.zeros_like(cell) - 1, mask=cell < stale)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
-    if tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        step = tl.load(ctl + EPOCH) + 1
-        tl.store(ctl + EPOCH, step)
-        tl.store(ctl + ARRIVED, 0)
-        if dense == 0:
-            tl.store(ctl + HIGH, tokens)
-        if alive != 0:
-            _signal(table, FLAGS_DISPATCH, step, W)
-            if WAIT:
-                _wait(table, flags, failed, step, limit_ns, 0, W)
+    tl.debug_barrier()  # all of this program's stores come before its share
+    if alive != 0:
+        share = tl.where(tl.program_id(0) == 0, SHARES + 1 - tl.num_programs(0), 1)
+        theirs, real = _flags_of_peers(table, FLAGS_DISPATCH, W)
+        tl.atomic_add(
+            theirs, tl.zeros([triton.next_power_of_2(W)], tl.int32) + share, mask=real, sem="release", scope="sys"
+        )
+    if WAIT & (tl.program_id(0) == tl.num_programs(0) - 1):
+        _received(table, flags, ctl, failed, tokens, dense, limit_ns, W)
 
 
-@triton.jit(do_not_specialize=["limit_ns"])
-def dispatch_wait(table, flags, ctl, failed, limit_ns: tl.int64, W: tl.constexpr):
-    """One program: until every rank's rows of the step that `dispatch` counted last have come."""
-    _wait(table, flags, failed, tl.load(ctl + EPOCH), limit_ns, 0, W)
+@triton.jit(do_not_specialize=["tokens", "limit_ns", "dense"])
+def dispatch_wait(table, flags, ctl, failed, tokens, limit_ns: tl.int64, dense, W: tl.constexpr):
+    """One program, after a `dispatch` that did not wait."""
+    _received(table, flags, ctl, failed, tokens, dense, limit_ns, W)
 
 
 @triton.jit
@@ -241,10 +253,13 @@ def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    step = tl.load(ctl + EPOCH + 1) + 1
+    step = tl.load(ctl + STEP)
     if (tl.program_id(0) == 0) & (tl.load(failed) == 0):
-        _signal(table, FLAGS_COMBINE, step, W)
-    ready = _wait(table, flags, failed, step, limit_ns, 1, W)
+        theirs, real = _flags_of_peers(table, FLAGS_COMBINE, W)
+        tl.atomic_xchg(
+            theirs, tl.zeros([triton.next_power_of_2(W)], tl.int32) + step, mask=real, sem="release", scope="sys"
+        )
+    ready = _wait(table, flags, failed, step, step, limit_ns, 1, W)
     chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
     k = tl.arange(0, triton.next_power_of_2(K))
     units = tl.cdiv(tokens, TILE) * chunks * ready
@@ -265,6 +280,3 @@ def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.
         tl.store(
             out + t[:, None] * H + at[None, :], total.to(out.dtype.element_ty), mask=live[:, None] & (at < H)[None, :]
         )
-    if tl.atomic_add(ctl + ARRIVED + 32, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(ctl + EPOCH + 1, step)
-        tl.store(ctl + ARRIVED + 32, 0)

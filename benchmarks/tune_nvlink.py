@@ -100,7 +100,7 @@ def worker(rank: int, world: int, meet: str, args) -> None:
             for tiling in candidates(phase, tokens, args.fp8):
 
                 def call(phase=phase, tiling=tiling, flight=flight, x=x, out=out):
-                        pf._dispatch(flight, x, tiling if phase == "dispatch" else first["dispatch"], wait=True)
+                    pf._dispatch(flight, x, tiling if phase == "dispatch" else first["dispatch"], wait=True)
                     if phase == "combine":
                         pf._combine(flight, out, tiling)
 

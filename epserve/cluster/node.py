@@ -2,7 +2,7 @@
 
 Standard library only, and no import of the rest of this package: `ssh.py` sends this file to the node's `python3 -`, so
 that it works before anything is installed there. Cluster files call it as `python3 -m epserve.cluster.node ACTION ...`.
-Every action prints one line of JSON last, `network` excepted, whose output the shell evaluates.
+Every action prints one line of JSON last, except those for shells: `network`, whose output is evaluated, and `wait-nodes`.
 """
 
 from __future__ import annotations
@@ -228,6 +228,13 @@ def nodes(gcs: str, count: int, timeout: float) -> dict:
     return {"nodes": seen}
 
 
+def wait_nodes(count: str, timeout: str) -> None:
+    """For shell scripts on a node of the cluster: end well once `count` nodes are alive, badly after `timeout` seconds."""
+    alive = sum(node["alive"] for node in nodes(_this_cluster(), int(count), float(timeout))["nodes"].values())
+    if alive < int(count):
+        sys.exit(f"{alive} of {count} nodes joined within {timeout} s")
+
+
 # The service
 
 
@@ -327,6 +334,7 @@ def _split(gcs: str) -> tuple[str, int]:
 
 ACTIONS: dict[str, Callable[..., dict | None]] = {
     "probe": probe, "network": network, "stop-ray": stop_ray, "nodes": nodes, "log": show_log,
+    "wait-nodes": wait_nodes,
     "start-service": start_service, "wait-service": wait_service, "service": service, "stop-service": stop_service,
 }  # fmt: skip
 

@@ -117,6 +117,17 @@ class ServerConfig(_Section):
     tokens_file: Path | None = None
     """One bearer token a line, perhaps with a name and limits; set: every call needs `authorization: Bearer TOKEN`.
     Read again on SIGHUP and when it changes."""
+    metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    """Set: Prometheus metrics, the status page and /healthz over HTTP on this port of `host`, with the same TLS and tokens.
+    0: the system picks one."""
+    metrics_expert_series: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Most Prometheus series of tokens by expert; with more experts, neighbours share one."""
+    otlp_endpoint: str = ""
+    """Set: OpenTelemetry traces go to this OTLP/gRPC collector, such as http://127.0.0.1:4317. Needs the extra `tracing`."""
+    trace_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the calls that are traced, of those whose client has not decided."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the service's log on stderr; json: one object a line, with request ids."""
     reflection: bool = True
     """Serve the gRPC reflection service, which lists methods and messages."""
     allow_insecure: bool = False

@@ -56,6 +56,7 @@ class FakeEngine:
         self.cancelled = 0
         self._state = "serving"
         self._callbacks: list[Callable] = []
+        self.step_callbacks: list[Callable] = []
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -85,6 +86,9 @@ class FakeEngine:
     def on_state_change(self, callback: Callable) -> None:
         self._callbacks.append(callback)
 
+    def on_step(self, callback: Callable) -> None:
+        self.step_callbacks.append(callback)
+
     def status(self) -> SimpleNamespace:
         rank = SimpleNamespace(
             rank=0,
@@ -97,6 +101,7 @@ class FakeEngine:
             weights_bytes=77,
             alive=True,
             phase="idle",
+            late_compiles=0,
         )
         return SimpleNamespace(
             state=self._state,
@@ -107,6 +112,7 @@ class FakeEngine:
             backends="local",
             recoveries=0,
             replayed_requests=0,
+            expert_tokens={},
         )
 
 

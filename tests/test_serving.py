@@ -358,7 +358,8 @@ class TestDeadlinesAndCancellation:
             assert torch.equal(tensor_of(await stub.Forward(message(torch.ones(8, 32)))), torch.ones(8, 32))
             engine.seen.clear()
             gc.collect()
-            assert sum(1 for task in asyncio.all_tasks() if "Forward" in repr(task)) == 0
+            # gRPC's own task of the last call may end a moment after its reply.
+            await until(lambda: not any("Forward" in repr(task) for task in asyncio.all_tasks()))
 
     async def test_a_cancelled_stream_cancels_its_calls(self):
         async def hang(batch):

@@ -21,6 +21,7 @@ from epserve.runtime.planning import Batch
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
+from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions, Slice
 
 if TYPE_CHECKING:
@@ -53,10 +54,17 @@ class Calls:
     """Runs calls on the engine; counts those in flight and the bytes that they hold."""
 
     def __init__(
-        self, engine: Engine, limits: ServerConfig, default_deadline_s: float, *, accounts: Accounts, regions: Regions
+        self,
+        engine: Engine,
+        limits: ServerConfig,
+        default_deadline_s: float,
+        *,
+        accounts: Accounts,
+        regions: Regions,
+        observer: Observer,
     ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
-        self.accounts, self.regions = accounts, regions
+        self.accounts, self.regions, self.observer = accounts, regions, observer
         self.door = codec.Door(engine.info, engine.layers, limits)
         self.in_flight = 0
         self.buffered_bytes = 0
@@ -137,11 +145,15 @@ class Calls:
     ) -> tuple[dict[pb.Field, wire.WireTensor], pb.ForwardReply]:
         """The result and a reply that still lacks it. Raises EpserveError, or whatever a defect raises."""
         started = time.perf_counter()
+        watch = self.observer.request(
+            checked.request_id, layer=checked.layer, tokens=checked.tokens, received=checked.nbytes
+        )
         status = "CANCELLED"
         try:
             async with asyncio.timeout_at(deadline):
                 decoded = await _maybe_in_thread(checked.nbytes, self.door.decode, checked, buffers)
                 decoded_at = time.perf_counter()
+                watch.decoded()
                 if checked.tokens:
                     batch = Batch(
                         layer=checked.layer,
@@ -151,6 +163,7 @@ class Calls:
                         deadline=deadline,
                         request_id=checked.request_id,
                         client=caller.name,
+                        trace=watch.trace,
                     )
                     out = await self.engine.forward(batch)
                 else:
@@ -161,7 +174,7 @@ class Calls:
             timings = pb.Timings(
                 codec_us=round((time.perf_counter() - started - engine_s) * 1e6), engine_us=round(engine_s * 1e6)
             )
-            status = "OK"
+            watch.sent, status = out.nbytes, "OK"
             return tensors, pb.ForwardReply(request_id=checked.request_id, timings=timings)
         except TimeoutError as error:
             status = "DEADLINE_EXCEEDED"
@@ -178,6 +191,7 @@ class Calls:
             status = "INTERNAL"
             raise
         finally:
+            watch.ended(status)
             self._log(checked, status, (time.perf_counter() - started) * 1e3, caller.name)
 
     def _log(self, checked: codec.CheckedRequest, status: str, ms: float, client: str) -> None:

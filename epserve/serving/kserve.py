@@ -129,6 +129,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             return kserve.ModelStreamInferResponse(infer_response=await self._infer(request, caller, remaining_s))
         except Exception as error:
             failure = status.failure_of(error, request.id)
+            self._calls.observer.error(failure.code)
             unanswered = kserve.ModelInferResponse(model_name=request.model_name, id=request.id)
             return kserve.ModelStreamInferResponse(error_message=failure.message, infer_response=unanswered)
 

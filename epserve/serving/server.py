@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError
-from epserve.serving import auth, wire
+from epserve.serving import auth, tracing, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import inference_pb2 as kserve_pb
@@ -23,8 +23,10 @@ from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
 from epserve.serving.calls import Calls
 from epserve.serving.clients import Accounts
 from epserve.serving.kserve import InferenceServicer
+from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions
 from epserve.serving.servicer import ExpertsServicer
+from epserve.serving.status_page import StatusPage
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine
@@ -43,8 +45,19 @@ FLUSH_S = 0.5
 class Server:
     """`engine` may still be starting: health then says NOT_SERVING, and calls get what the engine raises."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, *, default_deadline_s: float = 60.0):
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        *,
+        default_deadline_s: float = 60.0,
+        tracer_provider: Any = None,
+    ):
+        """tracer_provider: of OpenTelemetry, in place of the one that `server.otlp_endpoint` makes; closed by `stop`."""
         self._engine, self._config = engine, config
+        self._tracer_provider = tracer_provider
+        self._observer: Observer | None = None
+        self._page: StatusPage | None = None
         self._default_deadline_s = default_deadline_s
         self._port = 0
         self._server: grpc.aio.Server | None = None
@@ -60,6 +73,11 @@ class Server:
         return self._port
 
     @property
+    def metrics_port(self) -> int:
+        """Of the status page and the metrics; 0 where there are none."""
+        return self._page.port if self._page is not None else 0
+
+    @property
     def address(self) -> str:
         return _address(self._config.host, self._port)
 
@@ -70,9 +88,20 @@ class Server:
         accounts = Accounts(config.tokens_file)
         interceptors = [auth.TokenInterceptor(accounts)] if accounts.guarded else []
         _check_free(config.host, config.port)
-        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        provider = self._tracer_provider
+        if provider is None and config.otlp_endpoint:
+            provider = tracing.exporting(config.otlp_endpoint, config.trace_ratio)
+        observer = self._observer = Observer(
+            self._engine, max_expert_series=config.metrics_expert_series, provider=provider
+        )
+        server = grpc.aio.server(interceptors=[observer.interceptor(), *interceptors], options=_options(config))
         calls = self._calls = Calls(
-            self._engine, config, self._default_deadline_s, accounts=accounts, regions=Regions(config)
+            self._engine,
+            config,
+            self._default_deadline_s,
+            accounts=accounts,
+            regions=Regions(config),
+            observer=observer,
         )
         names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
         pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(calls), server)
@@ -92,6 +121,10 @@ class Server:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
         if config.unix_socket is not None:
             _listen_on_socket(server, config.unix_socket)
+        if config.metrics_port is not None:
+            self._page = StatusPage(observer, config, accounts, self._engine.state)
+            await self._page.start()
+        observer.start(calls)
         await self._publish_health()
         self._loop = asyncio.get_running_loop()
         self._engine.on_state_change(self._state_changed)
@@ -112,6 +145,10 @@ class Server:
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
         await server.stop(FLUSH_S)
+        if self._page is not None:
+            await self._page.stop()
+        if self._observer is not None:
+            await self._observer.stop()
         calls.regions.unregister_all()
         if self._config.unix_socket is not None:
             self._config.unix_socket.unlink(missing_ok=True)

@@ -187,6 +187,7 @@ class StreamSession:
             frames = wire.reply_frames(call.number, tensors, reply)
         except Exception as error:
             failure = status.failure_of(error, checked.request_id)
+            self._calls.observer.error(failure.code)
             frames = iter([pb.ReplyFrame(call=call.number, failure=failure)])
             deadline += FAILURE_WRITE_S
         call.replying = True
@@ -200,6 +201,7 @@ class StreamSession:
     def _fail(self, number: int, error: Exception, request_id: str = "") -> None:
         """Reply to a call that was never started."""
         failure = status.failure_of(error, request_id)
+        self._calls.observer.error(failure.code)
         task = asyncio.create_task(self._write(pb.ReplyFrame(call=number, failure=failure)))
         self._failing.add(task)
         task.add_done_callback(self._failing.discard)

@@ -1,0 +1,147 @@
+"""The last minutes of a service, kept in memory: a sample each second, latencies in buckets, expert load.
+
+Memory is bounded whatever the traffic: 600 samples, at most some 350 latency buckets for each of the last 60 seconds, and 13
+snapshots of the load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+SAMPLES = 600
+"""One a second: ten minutes."""
+RECENT_S = 60
+"""What "recent" means: percentiles and expert load of the last minute."""
+LOAD_EVERY_S = 5
+GROWTH = 1.05
+"""Each latency bucket ends 5 % above the one before, so a percentile is at most 2.5 % off."""
+SHORTEST_S = 1e-5
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One second. Rates are per second; latencies in milliseconds, None where no request ended."""
+
+    at: float
+    tokens: float
+    requests: float
+    errors: float
+    steps: float
+    queue_tokens: int
+    p50_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Milliseconds; zero where `count` is."""
+
+    p50_ms: float = 0.0
+    p90_ms: float = 0.0
+    p99_ms: float = 0.0
+    count: int = 0
+
+
+def bucket_of(seconds: float) -> int:
+    return max(0, math.ceil(math.log(max(seconds, SHORTEST_S) / SHORTEST_S, GROWTH)))
+
+
+def percentiles(buckets: Mapping[int, int]) -> Percentiles:
+    """Of the latencies in `buckets` (bucket -> count): the middle of the bucket that holds each."""
+    count = sum(buckets.values())
+    if not count:
+        return Percentiles()
+    found, seen, wanted = [], 0, [math.ceil(count * p / 100) for p in PERCENTILES]
+    for bucket in sorted(buckets):
+        seen += buckets[bucket]
+        while len(found) < len(wanted) and seen >= wanted[len(found)]:
+            found.append(SHORTEST_S * GROWTH ** (bucket - 0.5) * 1e3)
+    return Percentiles(p50_ms=found[0], p90_ms=found[1], p99_ms=found[2], count=count)
+
+
+class History:
+    """Counts between samples; `sample` is called once a second, from the loop that counts."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self.load: tuple[int, ...] = ()
+        """The layers of `recent_load`, in its order."""
+        self._buckets: deque[Counter[int]] = deque(maxlen=RECENT_S)
+        self._now: Counter[int] = Counter()
+        self._tokens = self._requests = self._errors = self._steps = 0
+        self._loads: deque[tuple[float, np.ndarray]] = deque(maxlen=RECENT_S // LOAD_EVERY_S + 1)
+
+    def request(self, seconds: float) -> None:
+        """One that was answered."""
+        self._now[bucket_of(seconds)] += 1
+        self._requests += 1
+
+    def error(self) -> None:
+        self._errors += 1
+
+    def step(self, tokens: int) -> None:
+        self._steps += 1
+        self._tokens += tokens
+
+    def sample(self, now: float, seconds: float, *, queue_tokens: int, load: Mapping[int, tuple[int, ...]]) -> None:
+        """Close the second that ends `now` (Unix time) and took `seconds`."""
+        these = percentiles(self._now)
+        shown = (these.p50_ms, these.p90_ms, these.p99_ms) if these.count else (None, None, None)
+        sample = Sample(
+            at=now,
+            tokens=self._tokens / seconds,
+            requests=self._requests / seconds,
+            errors=self._errors / seconds,
+            steps=self._steps / seconds,
+            queue_tokens=queue_tokens,
+            p50_ms=shown[0],
+            p90_ms=shown[1],
+            p99_ms=shown[2],
+        )
+        self.samples.append(sample)
+        self._buckets.append(self._now)
+        self._now = Counter()
+        self._tokens = self._requests = self._errors = self._steps = 0
+        if load and (not self._loads or now - self._loads[-1][0] >= LOAD_EVERY_S):
+            self.load = tuple(load)
+            self._loads.append((now, np.array(list(load.values()), dtype=np.int64)))
+
+    def latency(self) -> Percentiles:
+        """Of the last minute."""
+        total: Counter[int] = Counter()
+        for buckets in self._buckets:
+            total.update(buckets)
+        return percentiles(total)
+
+    def rate(self, name: str, seconds: int = 10) -> float:
+        """Mean of a sample's field over the last `seconds`."""
+        last = list(self.samples)[-seconds:]
+        return sum(getattr(sample, name) for sample in last) / len(last) if last else 0.0
+
+    def recent_load(self) -> np.ndarray:
+        """`(layers, physical experts)` tokens of the last minute; since the start where nothing came in that minute."""
+        if not self._loads:
+            return np.zeros((0, 0), dtype=np.int64)
+        first, last = self._loads[0][1], self._loads[-1][1]
+        recent = last - first if first.shape == last.shape else last
+        return recent if recent.sum() > 0 else last
+
+    def series(self) -> dict[str, list[Any]]:
+        """The samples by field, oldest first, for plots."""
+        return columns(asdict(sample) for sample in self.samples)
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    made: dict[str, list[Any]] = {name: [] for name in Sample.__slots__}
+    for row in rows:
+        for name, value in row.items():
+            made[name].append(round(value, 3) if isinstance(value, float) else value)
+    return made

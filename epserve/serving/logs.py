@@ -1,0 +1,90 @@
+"""Log lines as text or JSON, with request ids and without secrets. Standard library only.
+
+A template such as `"request=%s status=%s %s"` names its values, so the JSON form has them as members `request` and `status`
+with their own types; nothing has to be logged twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+request_id: ContextVar[str] = ContextVar("epserve_request_id", default="")
+"""Of the request that the present task works for; every line that it logs carries it."""
+trace_id: ContextVar[str] = ContextVar("epserve_trace_id", default="")
+
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SECRET = re.compile(
+    r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+|((?:token|password|secret|authorization)['\"]?\s*[=:]\s*)['\"]?[^\s,'\"]+"
+)
+_DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
+
+
+def redact(text: str) -> str:
+    """Without bearer tokens, passwords and what else looks like one."""
+    return _SECRET.sub(lambda match: f"{match[1] or match[2]}{' ' if match[1] else ''}***", text)
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = redact(super().format(record))
+        known = request_id.get()
+        return f"{text} [request {known}]" if known and known not in text else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, the values that the template names, request, trace, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": redact(record.getMessage()),
+        }
+        if request_id.get():
+            line["request"] = request_id.get()
+        if trace_id.get():
+            line["trace"] = trace_id.get()
+        for name, value in named_values(record).items():
+            line.setdefault(name, redact(value) if isinstance(value, str) else value)
+        if record.exc_info:
+            line["error"] = redact(self.formatException(record.exc_info))
+        return json.dumps(line, default=lambda value: redact(str(value)), ensure_ascii=False)
+
+
+def named_values(record: logging.LogRecord) -> dict[str, Any]:
+    """Those that the template puts behind `name=`."""
+    if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
+        return {}
+    directives = [match for match in _DIRECTIVE.finditer(record.msg) if not match[0].endswith("%%")]
+    if len(directives) != len(record.args):
+        return {}
+    pairs = zip(directives, record.args, strict=True)
+    return {match["name"]: _plain(value) for match, value in pairs if match["name"]}
+
+
+def configure(
+    form: Literal["text", "json"] = "text", *, level: int | None = None, stream: TextIO | None = None
+) -> None:
+    """Take over the root logger: one handler on `stream` (stderr by default), in the chosen form."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    if level is not None:
+        root.setLevel(level)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

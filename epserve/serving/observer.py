@@ -1,0 +1,273 @@
+"""Sees everything that happens in one server, and passes it on: metrics, the last minutes, traces, log context.
+
+All methods run in the server's event loop. `snapshot()` may be called from any thread: what it reads is replaced, never
+changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from epserve import __version__
+from epserve.serving import logs, tracing
+from epserve.serving.history import History, Percentiles
+from epserve.serving.metrics import Metrics
+from epserve.serving.tracing import Tracing
+
+if TYPE_CHECKING:
+    from epserve.runtime.engine import Engine
+    from epserve.runtime.records import StepRecord
+
+log = logging.getLogger("epserve.serving")
+
+SAMPLE_S = 1.0
+MAX_HEAT_CELLS = 20_000
+"""Of the status page's heat map; more layers than that allows are added up in neighbouring groups."""
+
+
+class Watch:
+    """One request, from its accepted header to its end. `trace` goes with its Batch."""
+
+    def __init__(self, observer: Observer, span: Any, tokens: int, received: int):
+        self._observer, self.trace = observer, span
+        self._tokens, self._received = tokens, received
+        self._start = time.monotonic()
+        self.sent = 0
+        """Bytes of the reply, once there is one."""
+
+    def decoded(self) -> None:
+        """The door's work is done."""
+        self._observer.tracing.part(self.trace, "door", self._start, time.monotonic())
+
+    def ended(self, status: str) -> None:
+        seconds = time.monotonic() - self._start
+        observer = self._observer
+        observer.metrics.request(status, seconds, tokens=self._tokens, received=self._received, sent=self.sent)
+        if status == "OK":
+            observer.history.request(seconds)
+        else:
+            observer.history.error()
+        observer.tracing.ended(self.trace, status)
+
+
+class Observer:
+    """`start()` once the server's loop runs, `stop()` at its end."""
+
+    def __init__(self, engine: Engine, *, max_expert_series: int = 64, provider: Any = None):
+        self._engine = engine
+        info = engine.info
+        self.metrics = Metrics(model=info.name, family=info.family, max_expert_series=max_expert_series)
+        self.history = History()
+        self.tracing = Tracing(provider)
+        self.started = time.monotonic()
+        self._snapshot: dict[str, Any] = {"state": "starting"}
+        self._sampling: asyncio.Task[None] | None = None
+        engine.on_step(self._step)
+
+    def start(self, calls: Any) -> None:
+        """`calls`: whose calls in flight and bytes are watched."""
+        self._sampling = asyncio.create_task(self._sample_always(calls))
+
+    async def stop(self) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)
+        await asyncio.to_thread(self.tracing.close)
+
+    def request(self, request_id: str, *, layer: int, tokens: int, received: int) -> Watch:
+        """Call it in the task that serves the request: its log lines then carry the id."""
+        span = self.tracing.request(request=request_id, layer=layer, tokens=tokens)
+        logs.request_id.set(request_id)
+        logs.trace_id.set(tracing.trace_id_of(span))
+        return Watch(self, span, tokens, received)
+
+    def error(self, code: str) -> None:
+        """A failure that a caller is told."""
+        self.metrics.error(code)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the status page shows, at most a second old; ready for JSON."""
+        return self._snapshot
+
+    def interceptor(self) -> grpc.aio.ServerInterceptor:
+        return _Interceptor(self)
+
+    def _step(self, record: StepRecord) -> None:
+        self.metrics.step(record)
+        self.history.step(record.tokens)
+        self.tracing.step(record)
+
+    async def _sample_always(self, calls: Any) -> None:
+        last = time.monotonic()
+        while True:
+            try:
+                now = time.monotonic()
+                self.sample(calls, max(now - last, 1e-3))
+                last = now
+            except Exception:  # a defect here must not end the service, nor go unseen
+                log.exception("cannot sample the service's state")
+            await asyncio.sleep(SAMPLE_S)
+
+    def sample(self, calls: Any, seconds: float = SAMPLE_S) -> None:
+        status, metrics, history = self._engine.status(), self.metrics, self.history
+        history.sample(time.time(), seconds, queue_tokens=status.queue_tokens, load=status.expert_tokens)
+        metrics.calls_in_flight.set(calls.in_flight)
+        metrics.buffered_bytes.set(calls.buffered_bytes)
+        metrics.recent_load = history.recent_load()
+        metrics.status = status
+        self._snapshot = self._describe(status, calls)
+
+    def latency(self) -> Percentiles:
+        return self.history.latency()
+
+    def _describe(self, status: Any, calls: Any) -> dict[str, Any]:
+        info, latency = self._engine.info, self.history.latency()
+        load = self.history.recent_load()
+        first = np.cumsum([0, *(len(rank.experts) for rank in status.ranks)])
+        per_slot = load.sum(axis=0) if load.size else np.zeros(int(first[-1]), dtype=np.int64)
+        ranks = [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "pid": rank.pid,
+                "device": rank.device,
+                "gpu": rank.gpu_uuid,
+                "alive": rank.alive,
+                "phase": rank.phase,
+                "tokens": rank.tokens_done,
+                "weights_bytes": rank.weights_bytes,
+                "late_compiles": rank.late_compiles,
+                "experts": list(rank.experts),
+                "load": per_slot[low:high].tolist(),
+                "phases": {
+                    phase: round(spent, 6)
+                    for (each, phase), spent in self.metrics.rank_phases.items()
+                    if each == rank.rank
+                },
+            }
+            for rank, (low, high) in zip(status.ranks, itertools.pairwise(first.tolist()), strict=True)
+        ]
+        return {
+            "state": status.state,
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self.started, 1),
+            "model": {"name": info.name, "family": info.family, "experts": info.num_experts, "top_k": info.top_k},
+            "generation": status.generation,
+            "recoveries": status.recoveries,
+            "replayed_requests": status.replayed_requests,
+            "steps": status.steps,
+            "backends": status.backends,
+            "queue_tokens": status.queue_tokens,
+            "calls_in_flight": calls.in_flight,
+            "buffered_bytes": calls.buffered_bytes,
+            "rates": {name: round(self.history.rate(name), 2) for name in ("tokens", "requests", "errors", "steps")},
+            "latency": {
+                "p50_ms": round(latency.p50_ms, 3),
+                "p90_ms": round(latency.p90_ms, 3),
+                "p99_ms": round(latency.p99_ms, 3),
+                "count": latency.count,
+            },
+            "ranks": ranks,
+            "heat": heat(load, self.history.load),
+            "series": self.history.series(),
+        }
+
+
+def heat(load: np.ndarray, layers: tuple[int, ...]) -> dict[str, Any]:
+    """Rows of layers, columns of physical experts: percent of the row's mean, so that 100 is a fair share."""
+    if not load.size:
+        return {"rows": [], "percent": []}
+    group = max(1, -(-load.size // MAX_HEAT_CELLS))
+    rows, percent = [], []
+    for start in range(0, len(load), group):
+        together = load[start : start + group].sum(axis=0)
+        mean = together.mean()
+        named = layers[start : start + group]
+        rows.append(f"layer {named[0]}" if len(named) == 1 else f"layers {named[0]} to {named[-1]}")
+        percent.append([round(100 * tokens / mean) if mean else 0 for tokens in together.tolist()])
+    return {"rows": rows, "percent": percent}
+
+
+class _Interceptor(grpc.aio.ServerInterceptor):
+    """Counts every call that ends, and opens its span. Must be the first one, to see what the others refuse."""
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: its name must not become a label
+            self._observer.metrics.rpc("unknown", "UNIMPLEMENTED")
+            return handler
+        behaviour, kind = _behaviour(handler)
+        method, metadata = handler_call_details.method.lstrip("/"), handler_call_details.invocation_metadata or ()
+        watched: Any
+        if inspect.iscoroutinefunction(behaviour):
+
+            async def watched(request, context):
+                with self._watching(method, metadata, context):
+                    return await behaviour(request, context)
+
+        elif inspect.isasyncgenfunction(behaviour):
+
+            async def watched(request, context):
+                with self._watching(method, metadata, context):
+                    async for reply in behaviour(request, context):
+                        yield reply
+
+        else:
+            return handler
+        return kind(
+            watched,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    @contextmanager
+    def _watching(self, method: str, metadata: Any, context: Any) -> Iterator[None]:
+        code = "UNKNOWN"
+        with self._observer.tracing.call(method, metadata):
+            try:
+                yield
+                code = _code(context) or "OK"
+            except (asyncio.CancelledError, GeneratorExit):
+                code = "CANCELLED"
+                raise
+            except Exception:
+                code = _code(context) or "UNKNOWN"
+                raise
+            finally:
+                self._observer.metrics.rpc(method, code)
+                if code not in ("OK", "CANCELLED"):
+                    self._observer.error(code)
+
+
+def _code(context: Any) -> str:
+    """Name of the status that was set so far; empty for none. grpc.aio keeps its number."""
+    code = context.code()
+    name = _CODES.get(code, "") if isinstance(code, int) else getattr(code, "name", "")
+    return "" if name == "OK" else name
+
+
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}  # type: ignore[index]
+
+
+def _behaviour(handler: Any) -> tuple[Any, Any]:
+    """The handler's function and the maker of a handler of its kind."""
+    kinds = (
+        ("stream_stream", grpc.stream_stream_rpc_method_handler),
+        ("stream_unary", grpc.stream_unary_rpc_method_handler),
+        ("unary_stream", grpc.unary_stream_rpc_method_handler),
+        ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    )
+    return next((found, kind) for name, kind in kinds if (found := getattr(handler, name)) is not None)

@@ -25,7 +25,7 @@ async def running(config: Config):
     The front end listens before the ranks are up, so that the health service answers NOT_SERVING while they load.
     """
     engine = Engine(config)
-    server = Server(engine, config.server)
+    server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s)
     await server.start()
     try:
         await engine.start()
@@ -37,6 +37,7 @@ async def running(config: Config):
 
 async def serve(config: Config, *, ready_file: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT; then finish what was accepted and return. A second signal acts as by default.
+    SIGHUP reads the tokens file again.
 
     ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
     """
@@ -63,6 +64,7 @@ async def _serve(config: Config, ready_file: Path | None, stop: asyncio.Event) -
             config.server.host,
             server.port,
         )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
         if ready_file is not None:
             scratch = ready_file.with_suffix(".tmp")
             scratch.write_text(json.dumps({"host": config.server.host, "port": server.port, "pid": os.getpid()}))

@@ -3,29 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from epserve.errors import InternalError, InvalidRequest
+from epserve.errors import CallerError, InternalError, InvalidRequest, Overloaded
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
+from epserve.serving.client_region import ClientRegion
+
+WireFormat = Literal["plain", "fp8", "fp8_request"]
+"""plain: as it is. fp8: float8_e4m3fn with one factor for each 1x128 block, half the bytes of bfloat16, both ways;
+fp8_request: only what is sent. Costs precision: e4m3 has three bits of mantissa."""
 
 
 class OutgoingRequest:
-    """A forward call, encoded once however often it is sent."""
+    """A forward call, encoded once however often it is sent. A context: leaving it settles what becomes of region memory.
 
-    def __init__(self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str):
+    region: inputs that lie in it are named and the others copied into it; the result is a tensor in it.
+    """
+
+    def __init__(
+        self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str,
+        region: ClientRegion | None = None, wire_format: WireFormat = "plain",
+    ):  # fmt: skip
         if (topk_ids is None) != (topk_weights is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
             raise InvalidRequest(
                 f"{missing}: missing; topk_ids and topk_weights come together, or neither", field=missing
             )
-        values = {pb.HIDDEN_STATES: hidden, pb.TOPK_IDS: topk_ids, pb.TOPK_WEIGHTS: topk_weights}
-        self.tensors = {
-            which: wire.encode(value, wire.FIELDS[which]) for which, value in values.items() if value is not None
-        }
+        if wire_format not in ("plain", "fp8", "fp8_request"):
+            raise InvalidRequest(f"wire_format: {wire_format!r} is not plain, fp8 or fp8_request", field="wire_format")
+        if wire_format != "plain" and region is not None:
+            raise InvalidRequest(
+                "wire_format: fp8 saves bytes on the wire, and a region sends none", field="wire_format"
+            )
+        plain = wire.encode(hidden, "hidden_states")
+        self.tensors = {pb.HIDDEN_STATES: plain} if wire_format == "plain" else _quantised(hidden)
+        for which, value in ((pb.TOPK_IDS, topk_ids), (pb.TOPK_WEIGHTS, topk_weights)):
+            if value is not None:
+                self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
         self.header = pb.ForwardRequest(request_id=request_id, layer=layer)
+        self.reply_dtype = pb.FP8_E4M3 if wire_format == "fp8" else plain.dtype
+        if wire_format != "plain":
+            self.header.reply_dtype = self.reply_dtype
+        self._shape = plain.shape
+        self._region = region
+        self._inputs: list[Any] = []
+        self._output: Any = None
+        self._unsettled = False
+        if region is not None:
+            self._place(region, plain.nbytes)
         self.small = wire.fits_one_message(tuple(self.tensors.values()))
+
+    def _place(self, region: ClientRegion, reply_bytes: int) -> None:
+        for which, tensor in self.tensors.items():
+            where = region.slice_of(tensor.data)
+            if where is None and len(tensor.data):
+                block, where = region.copied(tensor.data)
+                self._inputs.append(block)  # kept until the call is over
+            if where is not None:
+                self.tensors[which] = tensor.placed(where)
+        if reply_bytes:
+            self._output = region.block(reply_bytes)
+            self.header.output.CopyFrom(region.slice_of_block(self._output))
+
+    def __enter__(self) -> OutgoingRequest:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if error is not None:
+            self.failed(error)
+        if self._unsettled and self._output is not None and self._region is not None:
+            self._region.quarantine(self._output)
+        self._inputs, self._output = [], None
+
+    def failed(self, error: Any) -> Any:
+        """Of one attempt. Unless the service refused it, it may still be writing to the region, even after a later attempt."""
+        self._unsettled = self._unsettled or not isinstance(error, CallerError | Overloaded)
+        return error
 
     def message(self) -> pb.ForwardRequest:
         return wire.request_message(self.tensors, self.header, inline=True)
@@ -40,22 +95,71 @@ class OutgoingRequest:
 
     def start_reply(self, reply: pb.ForwardReply) -> wire.Assembly:
         """Raises InternalError for a reply that does not answer this request."""
-        sent, got = self.tensors[pb.HIDDEN_STATES], reply.hidden_states
-        if (got.dtype, tuple(got.shape)) != (sent.dtype, sent.shape):
-            raise InternalError(
-                f"the reply has shape {tuple(got.shape)} dtype {got.dtype}, sent {sent.shape} {sent.dtype}"
-            )
-        assembly = wire.Assembly({pb.HIDDEN_STATES: len(sent.data)})
-        assembly.add(pb.HIDDEN_STATES, got.data)
+        got = reply.hidden_states
+        if (got.dtype, tuple(got.shape)) != (self.reply_dtype, self._shape):
+            wanted = f"{self._shape} {self.reply_dtype}"
+            raise InternalError(f"the reply has shape {tuple(got.shape)} dtype {got.dtype}, expected {wanted}")
+        if self._output is not None:
+            if got.region != self.header.output:
+                raise InternalError("the reply lies elsewhere than in the region that was named")
+            return wire.Assembly({})
+        sizes = {pb.HIDDEN_STATES: wire.num_bytes(got)}
+        parts = {pb.HIDDEN_STATES: got}
+        if self.reply_dtype == pb.FP8_E4M3:
+            scales = reply.hidden_scales
+            if scales.dtype != pb.FP32 or tuple(scales.shape) != (self._shape[0], self._shape[1] // 128):
+                raise InternalError(f"the reply's scales have shape {tuple(scales.shape)} dtype {scales.dtype}")
+            sizes[pb.HIDDEN_SCALES], parts[pb.HIDDEN_SCALES] = wire.num_bytes(scales), scales
+        assembly = wire.Assembly(sizes)
+        for which, tensor in parts.items():
+            assembly.add(which, tensor.data)
         return assembly
 
     def decode(self, assembly: wire.Assembly) -> Any:
         """The kind, dtype, shape and device of what was sent."""
-        buffer = assembly.finish().get(pb.HIDDEN_STATES, b"")
-        header = self.tensors[pb.HIDDEN_STATES].header()
-        if wire.is_torch(self.like):
+        buffers = assembly.finish()
+        header = pb.Tensor(dtype=self.reply_dtype, shape=self._shape)
+        as_torch = wire.is_torch(self.like)
+        if self._output is not None:
+            result = wire.view(self._output, header, as_torch=as_torch)
+            if self._unsettled:  # an earlier attempt may write there once more
+                return result.clone() if as_torch else result.copy()
+            return result.to(self.like.device) if as_torch else result
+        buffer = buffers.get(pb.HIDDEN_STATES, b"")
+        if self.reply_dtype == pb.FP8_E4M3:
+            return self._dequantised(buffer, buffers.get(pb.HIDDEN_SCALES, b""), header)
+        if as_torch:
             return wire.decode(buffer, header, as_torch=True).to(self.like.device)
         return wire.decode(buffer, header, as_torch=False)
+
+    def _dequantised(self, buffer: Any, scales: Any, header: pb.Tensor) -> Any:
+        from epserve.modular_kernel.quantization import dequantise_blocks
+
+        scales_header = pb.Tensor(dtype=pb.FP32, shape=(self._shape[0], self._shape[1] // 128))
+        rows = wire.decode(buffer, header, as_torch=True)
+        result = dequantise_blocks(rows, wire.decode(scales, scales_header, as_torch=True))
+        if wire.is_torch(self.like):
+            return result.to(self.like.dtype).to(self.like.device)
+        return result.numpy().astype(self.like.dtype)
+
+
+def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:
+    """float8_e4m3fn rows and their scales. Raises InvalidRequest."""
+    try:
+        import torch
+
+        from epserve.modular_kernel.quantization import BLOCK, quantise_blocks
+    except ImportError as error:
+        raise InvalidRequest(f"wire_format: fp8 needs torch on the client too: {error}", field="wire_format") from None
+    x = hidden if wire.is_torch(hidden) else torch.from_numpy(hidden)
+    if x.ndim != 2 or x.shape[1] % BLOCK or not x.is_floating_point():
+        text = f"wire_format: fp8 is for floats (tokens, a multiple of {BLOCK}), hidden has {tuple(x.shape)} {x.dtype}"
+        raise InvalidRequest(text, field="hidden_states")
+    rows, scales = quantise_blocks(x.detach())
+    return {
+        pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
+        pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),
+    }
 
 
 class ReplyAssembly:

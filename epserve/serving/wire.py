@@ -91,16 +91,21 @@ def _numpy_bytes(value: Any) -> Any:
 
 def decode(buffer: bytes | bytearray, tensor: pb.Tensor, *, as_torch: bool) -> Any:
     """The tensor whose header is `tensor`, in its own dtype and writable."""
-    name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
     owned = buffer if isinstance(buffer, bytearray) else bytearray(buffer)  # views of `bytes` would be read-only
+    return view(owned, tensor, as_torch=as_torch)
+
+
+def view(buffer: Any, tensor: pb.Tensor, *, as_torch: bool) -> Any:
+    """As `decode`, over memory that is not copied; the result keeps `buffer` alive."""
+    name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
     if as_torch:
         import torch
 
         dtype = getattr(torch, name)
-        return torch.frombuffer(owned, dtype=dtype).view(shape) if owned else torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype).view(shape) if 0 not in shape else torch.empty(shape, dtype=dtype)
     import numpy as np
 
-    return np.frombuffer(owned, dtype=np.dtype(name).newbyteorder("<")).reshape(shape)
+    return np.frombuffer(buffer, dtype=np.dtype(name).newbyteorder("<")).reshape(shape)
 
 
 def is_torch(value: Any) -> bool:

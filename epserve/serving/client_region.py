@@ -1,0 +1,163 @@
+"""The client's side of a shared-memory region: the memory, what is free in it, and which tensors lie in it. No I/O but files.
+
+NOTE: finalizers of tensors run at any time, in any thread, so that they only append to a queue.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from epserve.errors import CallerError, InvalidRequest, NotReady
+from epserve.serving import epserve_pb2 as pb
+from epserve.serving import wire
+
+FOLDER = Path("/dev/shm")
+ALIGNMENT = 64
+"""Bytes; a cache line, and enough for every dtype."""
+
+
+class ClientRegion:
+    """`size` bytes that this process and the server share. `Client.register_region` makes and registers it.
+
+    Tensors made here keep their bytes for as long as they live, also when the region is closed before.
+    """
+
+    def __init__(self, size: int):
+        """Raises InvalidRequest when there is no such memory."""
+        if size < ALIGNMENT:
+            raise InvalidRequest(f"size: {size} bytes, must be at least {ALIGNMENT}", field="size")
+        self.size = size
+        self.name = ""
+        self._path = FOLDER / f"epserve-client-{os.getpid()}-{secrets.token_hex(8)}"
+        self._map = _shared_memory(self._path, size)
+        self._proof = secrets.token_bytes(32)
+        self._map[: len(self._proof)] = self._proof
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._free = [(0, size)]  # sorted, never adjacent
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        self._quarantined: list[Any] = []
+        self._lock = threading.Lock()
+        self._lost = self._closed = False
+
+    def request(self) -> pb.HoldRegionRequest:
+        return pb.HoldRegionRequest(key=self._path.name, byte_size=self.size, proof=self._proof)
+
+    def registered(self, name: str) -> None:
+        """The server has it open; from here on the memory goes away with the last process that uses it, however it ends."""
+        self.name = name
+        self._path.unlink(missing_ok=True)
+
+    def lost(self) -> None:
+        """The server has forgotten the region."""
+        self._lost = True
+
+    def close(self) -> None:
+        self._closed = True
+        self._path.unlink(missing_ok=True)
+        self._quarantined.clear()
+        with contextlib.suppress(BufferError):  # tensors live in it: the last of them unmaps it
+            self._map.close()
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """A tensor in the region, with undefined values: torch for a torch dtype, else numpy. Raises InvalidRequest."""
+        shape = tuple(int(size) for size in shape)
+        name = str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else _numpy_name(dtype)
+        if name not in wire.DTYPES:
+            raise InvalidRequest(f"dtype: {dtype} cannot be sent (allowed: {', '.join(wire.DTYPES)})", field="dtype")
+        header = pb.Tensor(dtype=wire.DTYPES[name], shape=shape)
+        block = self.block(wire.num_bytes(header))
+        return wire.view(block, header, as_torch=str(dtype).startswith("torch."))
+
+    def block(self, nbytes: int) -> Any:
+        """Memory of the region: a ctypes array, free again when the last tensor over it has gone."""
+        if self._closed:
+            raise CallerError("the region is closed")
+        wanted = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            while self._returned:
+                self._give_back(*self._returned.popleft())
+            for index, (offset, size) in enumerate(self._free):
+                if size >= wanted:
+                    self._free[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
+                    break
+            else:
+                free = sum(size for _, size in self._free)
+                largest = max((size for _, size in self._free), default=0)
+                text = (
+                    f"region: {nbytes} bytes are wanted, {free} of {self.size} are free, {largest} of them in one piece"
+                )
+                raise InvalidRequest(f"{text}; register a larger region, or let go of tensors", field="region")
+        # NOTE: not a memoryview: numpy would keep the map alive but not the view, whose end would free the block.
+        block = (ctypes.c_char * nbytes).from_buffer(self._map, offset)
+        weakref.finalize(block, self._returned.append, (offset, wanted)).atexit = False
+        return block
+
+    def _give_back(self, offset: int, size: int) -> None:
+        blocks = sorted([*self._free, (offset, size)])
+        merged = [blocks[0]]
+        for at, length in blocks[1:]:
+            before, held = merged[-1]
+            if before + held == at:
+                merged[-1] = before, held + length
+            else:
+                merged.append((at, length))
+        self._free = merged
+
+    def copied(self, data: memoryview) -> tuple[Any, pb.RegionSlice]:
+        """A block with these bytes, and where it is."""
+        block = self.block(len(data))
+        target = memoryview(block).cast("B")
+        target[:] = data
+        return block, self.slice_of_block(block)
+
+    def quarantine(self, block: Any) -> None:
+        """Not to be used again: the server may yet write there for a call that was given up."""
+        self._quarantined.append(block)
+
+    def slice_of(self, data: memoryview) -> pb.RegionSlice | None:
+        """Where these bytes lie in the region; None: elsewhere. Raises NotReady when the server does not know the region."""
+        if self._closed or self._lost:
+            why = (
+                "is closed" if self._closed else "is no longer registered, since its connection ended; register another"
+            )
+            raise NotReady(f"region {self.name} {why}")
+        if data.readonly or not len(data):
+            return None
+        offset = ctypes.addressof(ctypes.c_char.from_buffer(data)) - self._start
+        if not 0 <= offset <= self.size - len(data):
+            return None
+        return pb.RegionSlice(region=self.name, offset=offset, byte_size=len(data))
+
+    def slice_of_block(self, block: Any) -> pb.RegionSlice:
+        offset = ctypes.addressof(block) - self._start
+        return pb.RegionSlice(region=self.name, offset=offset, byte_size=len(block))
+
+
+def _numpy_name(dtype: Any) -> str:
+    import numpy as np
+
+    return np.dtype(dtype).name
+
+
+def _shared_memory(path: Path, size: int) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)  # else a full /dev/shm would end this process when it first writes
+            return mmap.mmap(fd, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise InvalidRequest(f"region: no {size} bytes of shared memory: {error.strerror}", field="size") from None

@@ -1,0 +1,74 @@
+"""How a client connects: TLS, token, retries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from epserve.errors import ConfigError
+from epserve.serving import wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """`ca`: authority of the server's certificate (None: the system's); `cert` and `key`: the client's own, for mutual TLS.
+
+    `server_name` stands in for the target's host name where the certificate has another one.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("tls: cert and key come together")
+        ca, key, cert = (None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Waits grow twofold from `first_s` to `longest_s`, with jitter, and never pass the call's deadline."""
+
+    attempts: int = 10
+    first_s: float = 0.05
+    longest_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    token: str = field(default="", repr=False)
+    tls: Tls | None = None
+    timeout_s: float = 60.0
+    """Of calls that name none."""
+    retry: RetryPolicy = RetryPolicy()
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        message = wire.FRAME_BYTES + wire.OVERHEAD_BYTES  # larger tensors come in frames
+        options: list[tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", message),
+            ("grpc.max_send_message_length", message),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted server is found again soon
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+        ]
+        if self.tls is not None and self.tls.server_name:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls: cannot read {path}: {error.strerror}") from None

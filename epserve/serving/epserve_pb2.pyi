@@ -252,7 +252,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase")
+    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase", "expert_tokens", "late_compiles", "phase_seconds")
+    class PhaseSecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +270,9 @@ class RankStatus(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LATE_COMPILES_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -273,10 +283,37 @@ class RankStatus(_message.Message):
     weights_bytes: int
     alive: bool
     phase: str
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ...) -> None: ...
+    expert_tokens: _containers.RepeatedScalarFieldContainer[int]
+    late_compiles: int
+    phase_seconds: _containers.ScalarMap[str, float]
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., late_compiles: _Optional[int] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("p50_ms", "p90_ms", "p99_ms", "count")
+    P50_MS_FIELD_NUMBER: _ClassVar[int]
+    P90_MS_FIELD_NUMBER: _ClassVar[int]
+    P99_MS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    count: int
+    def __init__(self, p50_ms: _Optional[float] = ..., p90_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Rates(_message.Message):
+    __slots__ = ("tokens", "requests", "errors", "steps")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    tokens: float
+    requests: float
+    errors: float
+    steps: float
+    def __init__(self, tokens: _Optional[float] = ..., requests: _Optional[float] = ..., errors: _Optional[float] = ..., steps: _Optional[float] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests")
+    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +326,8 @@ class GetStatusReply(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     state: str
     generation: int
     steps: int
@@ -301,4 +340,6 @@ class GetStatusReply(_message.Message):
     server_version: str
     recoveries: int
     replayed_requests: int
-    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ...) -> None: ...
+    latency: Latency
+    rates: Rates
+    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...

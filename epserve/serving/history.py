@@ -59,7 +59,8 @@ def percentiles(buckets: Mapping[int, int]) -> Percentiles:
     count = sum(buckets.values())
     if not count:
         return Percentiles()
-    found, seen, wanted = [], 0, [math.ceil(count * p / 100) for p in PERCENTILES]
+    found: list[float] = []
+    seen, wanted = 0, [math.ceil(count * p / 100) for p in PERCENTILES]
     for bucket in sorted(buckets):
         seen += buckets[bucket]
         while len(found) < len(wanted) and seen >= wanted[len(found)]:

@@ -37,7 +37,7 @@ class Metrics:
         """`(layers, physical experts)` tokens of the last minute."""
         self.rank_phases: dict[tuple[int, str], float] = {}
         self.max_expert_series = max_expert_series
-        make = {"registry": self.registry}
+        make: Any = {"registry": self.registry}
         info = Gauge("epserve_info", "What runs; always 1.", ("version", "model", "family"), **make)
         info.labels(__version__, model, family).set(1)
         self._requests = Counter(

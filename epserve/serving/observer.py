@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("epserve.serving")
 
 SAMPLE_S = 1.0
+RATES = ("tokens", "requests", "errors", "steps")
 MAX_HEAT_CELLS = 20_000
 """Of the status page's heat map; more layers than that allows are added up in neighbouring groups."""
 
@@ -71,6 +73,7 @@ class Observer:
         self.tracing = Tracing(provider)
         self.started = time.monotonic()
         self._snapshot: dict[str, Any] = {"state": "starting"}
+        self._slots: dict[int, list[int]] = {}
         self._sampling: asyncio.Task[None] | None = None
         engine.on_step(self._step)
 
@@ -125,16 +128,28 @@ class Observer:
         metrics.buffered_bytes.set(calls.buffered_bytes)
         metrics.recent_load = history.recent_load()
         metrics.status = status
+        self._slots = _slots(status.ranks, metrics.recent_load)
         self._snapshot = self._describe(status, calls)
 
     def latency(self) -> Percentiles:
+        """Of the last minute."""
         return self.history.latency()
 
+    def rates(self) -> dict[str, float]:
+        """Per second, mean of the last ten."""
+        return {name: round(self.history.rate(name), 3) for name in RATES}
+
+    def recent_slots(self, rank: int) -> list[int]:
+        """Tokens of each of a rank's slots in the last minute, all layers."""
+        return self._slots.get(rank, [])
+
+    def phases_of(self, rank: int) -> dict[str, float]:
+        """Seconds of a rank's steps since the start, by phase."""
+        spent = self.metrics.rank_phases
+        return {phase: seconds for (each, phase), seconds in spent.items() if each == rank}
+
     def _describe(self, status: Any, calls: Any) -> dict[str, Any]:
-        info, latency = self._engine.info, self.history.latency()
-        load = self.history.recent_load()
-        first = np.cumsum([0, *(len(rank.experts) for rank in status.ranks)])
-        per_slot = load.sum(axis=0) if load.size else np.zeros(int(first[-1]), dtype=np.int64)
+        info, latency = self._engine.info, self.latency()
         ranks = [
             {
                 "rank": rank.rank,
@@ -148,14 +163,10 @@ class Observer:
                 "weights_bytes": rank.weights_bytes,
                 "late_compiles": rank.late_compiles,
                 "experts": list(rank.experts),
-                "load": per_slot[low:high].tolist(),
-                "phases": {
-                    phase: round(spent, 6)
-                    for (each, phase), spent in self.metrics.rank_phases.items()
-                    if each == rank.rank
-                },
+                "load": self.recent_slots(rank.rank),
+                "phases": {phase: round(seconds, 6) for phase, seconds in self.phases_of(rank.rank).items()},
             }
-            for rank, (low, high) in zip(status.ranks, itertools.pairwise(first.tolist()), strict=True)
+            for rank in status.ranks
         ]
         return {
             "state": status.state,
@@ -170,17 +181,21 @@ class Observer:
             "queue_tokens": status.queue_tokens,
             "calls_in_flight": calls.in_flight,
             "buffered_bytes": calls.buffered_bytes,
-            "rates": {name: round(self.history.rate(name), 2) for name in ("tokens", "requests", "errors", "steps")},
-            "latency": {
-                "p50_ms": round(latency.p50_ms, 3),
-                "p90_ms": round(latency.p90_ms, 3),
-                "p99_ms": round(latency.p99_ms, 3),
-                "count": latency.count,
-            },
+            "rates": self.rates(),
+            "latency": {name: round(value, 3) for name, value in asdict(latency).items()},
             "ranks": ranks,
-            "heat": heat(load, self.history.load),
+            "heat": heat(self.metrics.recent_load, self.history.load),
             "series": self.history.series(),
         }
+
+
+def _slots(ranks: Any, load: np.ndarray) -> dict[int, list[int]]:
+    """Rank -> load of each of its slots, all layers; empty while the ranks are not up."""
+    first = np.cumsum([0, *(len(rank.experts) for rank in ranks)]).tolist()
+    if load.ndim != 2 or load.shape[1] != first[-1]:
+        return {}
+    per_slot = load.sum(axis=0).tolist()
+    return {rank.rank: per_slot[low:high] for rank, (low, high) in zip(ranks, itertools.pairwise(first), strict=True)}
 
 
 def heat(load: np.ndarray, layers: tuple[int, ...]) -> dict[str, Any]:

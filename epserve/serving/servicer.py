@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 
 import grpc
 
@@ -100,7 +101,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusReply:
-        engine = self._calls.engine.status()
+        engine, seen = self._calls.engine.status(), self._calls.observer
         ranks = [
             pb.RankStatus(
                 rank=rank.rank,
@@ -113,6 +114,9 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 weights_bytes=rank.weights_bytes,
                 alive=rank.alive,
                 phase=rank.phase,
+                expert_tokens=seen.recent_slots(rank.rank),
+                late_compiles=rank.late_compiles,
+                phase_seconds=seen.phases_of(rank.rank),
             )
             for rank in engine.ranks
         ]
@@ -128,5 +132,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             calls_in_flight=self._calls.in_flight,
             buffered_bytes=self._calls.buffered_bytes,
             uptime_s=time.monotonic() - self._started,
+            latency=pb.Latency(**asdict(seen.latency())),
+            rates=pb.Rates(**seen.rates()),
             server_version=__version__,
         )

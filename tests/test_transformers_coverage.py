@@ -23,7 +23,7 @@ def rows():
 @pytest.mark.timeout(900)
 def test_families_reach_parity_and_the_page_says_so(rows):
     PAGE.write_text(page(list(rows.values())))
-    for what in ("loads", "layer", "generate"):
+    for what in ("loads", "layer", "generate", "fp8"):
         reached = [name for name, row in rows.items() if getattr(row, what)]
         assert len(reached) >= LEAST, what
 
@@ -36,7 +36,7 @@ def test_family(rows, family):
     if family in KNOWN:
         assert not row.generate and KNOWN[family] in row.reason
     else:
-        assert row.generate, row.reason
+        assert row.generate and row.fp8, row.reason
     assert row.generate or row.reason, "a no comes with its reason"
     assert not row.layer or row.error <= TOLERANCE
 

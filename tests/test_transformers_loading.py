@@ -16,7 +16,7 @@ from epserve.models.tensors import TensorReader, read_json
 from epserve.modular_kernel import Activation
 
 from .coverage_families import architecture
-from .coverage_table import write_checkpoint
+from .coverage_table import quantise_experts, write_checkpoint
 
 FORMS = {
     "granitemoe": "stacked, gate and up in one tensor under other names",
@@ -200,7 +200,7 @@ def test_layers_that_are_not_moe_layers(checkpoint):
 
 def test_a_quantisation_that_is_not_loaded(checkpoint, tmp_path):
     path = changed(checkpoint("granitemoe"), tmp_path, config={"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(CheckpointError, match="quantisation 'awq' is not loaded for model_type 'granitemoe'"):
+    with pytest.raises(CheckpointError, match=r"quantisation 'awq' with .* is not loaded for model_type 'granitemoe'"):
         opened(path)
 
 
@@ -215,6 +215,57 @@ def test_a_family_without_experts(checkpoint, tmp_path):
     path = changed(checkpoint("granitemoe"), tmp_path, config=config)
     with pytest.raises(CheckpointError, match="LlamaForCausalLM has no experts module"):
         open_checkpoint(path)
+
+
+def test_fp8_in_blocks_needs_its_scales(checkpoint, tmp_path):
+    path, _ = quantise_experts(checkpoint("qwen3_next"), tmp_path)
+    name = "model.layers.0.mlp.experts.4.down_proj.weight_scale_inv"
+    (tmp_path / "a").mkdir()
+    broken = changed(path, tmp_path / "a", {name: None})
+    with pytest.raises(CheckpointError, match=f"is in fp8 and {name} is missing"):
+        opened(broken).load_layer(0, [4])
+    (tmp_path / "b").mkdir()
+    broken = changed(path, tmp_path / "b", {name: torch.ones(2, 1)})
+    with pytest.raises(CheckpointError, match=r"\(2, 1\) scales, its blocks need \(1, 1\)"):
+        opened(broken).load_layer(0, [4])
+
+
+def test_fp8_reads_a_ranks_own_experts_only_and_keeps_the_dtype_of_the_model(checkpoint, tmp_path, monkeypatch):
+    path, _ = quantise_experts(checkpoint("granitemoe"), tmp_path)
+    read = []
+    original = TensorReader._fill
+    monkeypatch.setattr(
+        TensorReader,
+        "_fill",
+        lambda self, info, offset, view: read.append(len(view)) or original(self, info, offset, view),
+    )
+    weights = opened(path).load_layer(0, [3]).experts
+    assert weights.w13_eNK.dtype == torch.float32
+    values = weights.w13_eNK.numel() + weights.w2_eKN.numel()
+    assert sum(read) == values + 4 * 2  # one scale for each of the two small matrices
+
+
+def test_gpt_oss_in_mxfp4_is_what_transformers_makes_of_it(checkpoint, tmp_path):
+    """The published form of gpt-oss: blocks and scales of the transposed matrices."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    tensors, wanted, intermediate = {}, {}, 64  # a multiple of 32, the size of a block
+    for name, rows, columns in (("gate_up_proj", 2 * intermediate, 32), ("down_proj", 32, intermediate)):
+        key, shape = f"model.layers.0.mlp.experts.{name}", (8, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 130, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {key: None, f"{key}_blocks": blocks, f"{key}_scales": scales}
+        wanted[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    tensors["model.layers.0.mlp.experts.gate_up_proj_bias"] = torch.zeros(8, 2 * intermediate)
+    config = {"intermediate_size": intermediate, "quantization_config": {"quant_method": "mxfp4"}, "dtype": "float32"}
+    path = changed(checkpoint("gpt_oss"), tmp_path, tensors, config)
+    found = open_checkpoint(path, layers=[0])
+    assert found.info.gate.scoring == "client"
+    got = found.load_layer(0, [6, 1]).experts
+    gate_up = wanted["gate_up_proj"][[6, 1]].transpose(1, 2)
+    assert torch.equal(got.w13_eNK, torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1))
+    assert torch.equal(got.w2_eKN, wanted["down_proj"][[6, 1]].transpose(1, 2))
 
 
 class Gate(nn.Module):

@@ -149,13 +149,14 @@ def open_checkpoint(
 ) -> Checkpoint | GenericCheckpoint:
     """Read config.json and all headers, and check every tensor beneath the MoE layers.
 
-    A model_type that is not in FAMILIES is looked up in transformers, where that is installed.
+    A model_type that is not in FAMILIES is looked up in transformers, where that is installed; so is one in mxfp4.
     dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16". layers: serve only these; empty: all.
     Raises CheckpointError that names the key, tensor or file, and for shapes both of them.
     """
     path = Path(path)
     config = read_json(path / "config.json")
-    if config.get("model_type") not in FAMILIES:
+    packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"  # our tables have no such form
+    if packed or config.get("model_type") not in FAMILIES:
         from . import generic  # imports transformers, which takes a second
 
         if generic.knows(config.get("model_type")):

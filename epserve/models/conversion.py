@@ -16,7 +16,8 @@ import torch
 
 from epserve.errors import CheckpointError
 
-from .tensors import TensorInfo, TensorReader
+from .dequantise import FloatReader
+from .tensors import TensorInfo
 
 SHOWN = 3  # names in one error message
 
@@ -83,7 +84,7 @@ def read(
     *,
     experts: Sequence[int],
     tensors: Mapping[str, TensorInfo],
-    reader: TensorReader,
+    reader: FloatReader,
     model: Any,
 ) -> torch.Tensor:
     """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise."""
@@ -93,12 +94,12 @@ def read(
     collected: dict[str, list[torch.Tensor]] = {}
     for pattern, names in recipe.sources.items():
         if not recipe.by_expert:
-            collected[pattern] = [reader.read(tensors[name]).clone() for name in names]
+            collected[pattern] = [reader.read(tensors[name]) for name in names]
         elif len(names) == 1:
             info = tensors[names[0]]
-            collected[pattern] = [torch.stack([reader.read(info, expert).clone() for expert in experts])]
+            collected[pattern] = [torch.stack([reader.read(info, expert) for expert in experts])]
         else:
-            collected[pattern] = [reader.read(tensors[names[expert]]).clone() for expert in experts]
+            collected[pattern] = [reader.read(tensors[names[expert]]) for expert in experts]
     if recipe.converter is None:
         value = next(iter(collected.values()))[0]
     else:

@@ -19,8 +19,9 @@ from epserve.errors import CheckpointError
 from epserve.gate import GateSpec, GateWeights
 from epserve.modular_kernel import UNQUANTIZED, ExpertWeights
 
-from . import conversion
+from . import conversion, dequantise
 from .checkpoint import LayerWeights, fingerprint
+from .dequantise import FloatReader
 from .expert_modules import ExpertsLayer, find_layers, top_k
 from .info import MODEL_DTYPES, ModelInfo
 from .tensors import TensorInfo, TensorReader, check_values, read_index
@@ -54,7 +55,8 @@ class GenericCheckpoint:
             raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
         found = self._layers[layer]
         shape, first = found.shape, "gate_up_proj" if info.activation.gated else "up_proj"
-        with TensorReader() as reader:
+        with TensorReader() as files:
+            reader = FloatReader(files, self._tensors)
             parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
         w13, w2, b13 = parts[first], parts["down_proj"], parts.get(f"{first}_bias")
         if shape.transposed:
@@ -76,7 +78,12 @@ class GenericCheckpoint:
         gate = GateWeights(weight_EK=torch.empty((0, info.hidden), dtype=info.dtype, device=device))
         return LayerWeights(experts=weights, gate=gate, shared=None)
 
-    def _read(self, reader: TensorReader, key: str, experts: Sequence[int]) -> torch.Tensor:
+    def weight_names(self) -> tuple[str, ...]:
+        """The checkpoint's tensors of the experts' matrices, without biases."""
+        recipes = [recipe for key, recipe in self._recipes.items() if not key.endswith("_bias")]
+        return tuple(dict.fromkeys(name for recipe in recipes for names in recipe.sources.values() for name in names))
+
+    def _read(self, reader: FloatReader, key: str, experts: Sequence[int]) -> torch.Tensor:
         value = conversion.read(
             self._recipes[key], key, experts=experts, tensors=self._tensors, reader=reader, model=self._model
         )
@@ -100,12 +107,9 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
     Raises CheckpointError: transformers is missing or does not know the model, it has no experts module, the experts are
     quantised or compute what no kernel does, or a tensor is missing.
     """
-    model = build_on_meta(path)
-    tensors = read_index(path)
-    if config.get("quantization_config") or getattr(model.config.get_text_config(), "quantization_config", None):
-        method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
-        kind = config.get("model_type")
-        raise CheckpointError(f"{path}: quantisation {method!r} is not loaded for model_type {kind!r}")
+    quantised = dequantise.method(config, str(path))
+    model, stored = build_on_meta(path), read_index(path)
+    tensors = dequantise.with_whole_tensors(stored)
     found = find_layers(model)
     shape = found[0].shape
     numbers = tuple(sorted(each.layer for each in found))
@@ -122,13 +126,13 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
         intermediate=shape.intermediate,
         num_experts=shape.num_experts,
         top_k=top_k(model.config, model, found[0]),
-        dtype=_dtype(path, dtype, recipes, tensors),
+        dtype=_dtype(path, _declared(model) if quantised and dtype == "auto" else dtype, recipes, tensors),
         layers=tuple(sorted(served)),
         activation=shape.activation,
         bias=shape.bias,
         gate=GateSpec(scoring="client", top_k=top_k(model.config, model, found[0])),
         shared_intermediate=0,
-        fingerprint=fingerprint(config, tensors),
+        fingerprint=fingerprint(config, stored),
         quant=UNQUANTIZED,
     )
     return GenericCheckpoint(info, tensors, model, served, recipes)
@@ -150,6 +154,12 @@ def build_on_meta(path: Path) -> Any:
     config._experts_implementation = "eager"
     with ContextManagers(cls.get_init_context(torch.float32, False, False, None)):
         return cls(config)
+
+
+def _declared(model: Any) -> str:
+    """The dtype of what a quantised checkpoint leaves in floats."""
+    declared = model.config.dtype or model.config.get_text_config().dtype or torch.bfloat16
+    return str(declared).removeprefix("torch.")
 
 
 def _dtype(

@@ -15,10 +15,13 @@ import argparse
 import csv
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -104,6 +107,29 @@ class Batched(Standard):
 
 
 FORMATS = {"standard": Standard, "batched": Batched}
+
+
+def stub_weights(shape: Shape, dtype: str, device: str) -> ExpertWeights:
+    stored = torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
+    scale = None if dtype == "bf16" else torch.empty(64, device=device)
+    static = torch.empty(1, device=device) if dtype == "fp8_tensor" else None
+    stub = torch.empty((shape.local_experts, 1, 64), dtype=stored, device=device)
+    return ExpertWeights(w13_eNK=stub, w2_eKN=stub, s13=scale, s2=scale, a1=static, a2=static)
+
+
+def compile_cell(job: tuple[str, str, str, int, dict | None]) -> str | None:
+    """In a worker: what one cell launches, with weights of a few elements, into Triton's cache on disk. An error's text."""
+    layout, name, dtype, m, table = job
+    try:
+        torch.set_num_threads(1)
+        shape = SHAPES[name]
+        kernel = FORMATS[layout](shape, dtype, stub_weights(shape, dtype, "cuda"), table)
+        launcher = kernel.experts.launcher()
+        launcher.launch = launcher.compile_only
+        kernel.run(kernel.prepare(make_inputs(shape, m, "cuda", m * 100)))
+    except Exception as error:  # the cell itself will show it again
+        return f"{name} {dtype} {m}: {type(error).__name__}: {error}"[:300]
+    return None
 
 
 def time_graph(run: Callable, batches: list[Prepared]) -> tuple[float, torch.Tensor]:
@@ -212,6 +238,11 @@ def main() -> int:
     stored = stored_peers(options.skew, options.format)
     report = {"format": options.format, "skew": options.skew, "commit": options.commit, **environment(), "cells": []}
     begin = time.monotonic()
+    jobs = [(options.format, s, d, m, table) for s in options.shapes for d in options.dtypes for m in options.ms]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for problem in filter(None, pool.map(compile_cell, jobs)):
+            print(problem)
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     COUNTER.install()
     for name in options.shapes:
         for dtype in options.dtypes:

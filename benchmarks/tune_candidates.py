@@ -8,6 +8,9 @@ from benchmarks.expert_inputs import Shape
 from experts.triton_launch import DIRECT_SLOTS
 from experts.triton_tiles import SHARED_MEMORY, GemmTiles
 
+SPECIALISED = True
+"""Whether the warp-specialised kernels are tried."""
+
 
 @dataclass(frozen=True, slots=True)
 class First:
@@ -91,7 +94,8 @@ def _medium(first, second, *, size: int, block: bool) -> None:
     for group in (2, 8):
         for swap in (True, False):
             for stages in (4, 3):
-                first(swap=swap, bn=128, bk=bk, group=group, warps=8, stages=stages)
+                if block or not swap:
+                    first(swap=swap, bn=128, bk=bk, group=group, warps=8, stages=stages)
                 second(swap=swap, bn=128, bk=bk, group=group, warps=8 if block else 4, stages=stages)
         if block:
             first(bn=128, bk=bk, group=group, warps=8, stages=4, expand=True)
@@ -110,20 +114,17 @@ def _medium(first, second, *, size: int, block: bool) -> None:
 def _thick(first, second, *, size: int, block: bool) -> None:
     bk = 64 if size == 2 else 128
     for group in (8, 16, 4):
+        if SPECIALISED:
+            first(bn=128, bk=bk, group=group, specialised=True, expand=True)
+            second(bn=128, bk=bk, group=group, specialised=True)
         if block:
-            for stages in (4, 3):
-                for expand in (False, True):
-                    first(bn=128, bk=bk, group=group, warps=8, stages=stages, expand=expand)
-                second(bn=128, bk=bk, group=group, warps=8, stages=stages)
-                second(bn=128, bk=bk, group=group, warps=8, stages=stages, flat=True)
+            first(bn=128, bk=bk, group=group, warps=8, stages=4)
+            second(bn=128, bk=bk, group=group, warps=8, stages=4)
+            second(bn=128, bk=bk, group=group, warps=8, stages=4, flat=True)
             continue
-        for expand in (False, True):
-            first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=expand)
-            first(bn=64, bk=bk, group=group, warps=4, stages=3, wide=True, expand=expand)
+        first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True)
+        first(bn=64, bk=bk, group=group, warps=4, stages=3, wide=True)
         first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=True, flat=True)
-        first(bn=128, bk=bk, group=group, warps=8, stages=4)
-        second(bn=256, bk=bk, group=group, warps=8, stages=4)
         second(bn=256, bk=bk, group=group, warps=8, stages=4, flat=True)
         second(bn=128, bk=bk, group=group, warps=4, stages=3)
-        second(bn=128, bk=bk, group=group, warps=8, stages=4)
         second(swap=True, bn=128, bk=bk, group=group, warps=8, stages=4)

@@ -65,9 +65,9 @@ class TritonExperts(FusedMoEExpertsModular):
         return self._launcher
 
     def tiles(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tiles, str]:
-        self.launcher()
         problem = dataclasses.replace(Problem.of(self.spec, num_experts), top_k=top_k)
-        return choose(problem, num_tokens, self.table or {})
+        specialised = self.launcher().specialises
+        return choose(problem, num_tokens, self.table or {}, specialised=specialised)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         """The most that any batch of up to `num_rows` rows takes: smaller ones may split more."""
@@ -94,13 +94,13 @@ class TritonExperts(FusedMoEExpertsModular):
         b, direct = self._buffers(x.shape[0], ids.shape[1], weights.num_experts, tiles, workspace)
         ready = prepared.scales is not None
         assert not ready or mode == BLOCK, "rows come quantised in 1x128 blocks only"
-        expand = tiles.expand and not direct and not ready
+        expand = tiles.expand and not direct
         fly = tiles.gate_up.fly and not ready and not expand and mode not in (FLOAT, ROW)
         if not direct:
             run.sort(b, ids, bm=tiles.bm, num_experts=weights.num_experts)
         xs = prepared.scales
         if expand or (mode != FLOAT and not ready and not fly):
-            run.quantise_tokens(b, x, ids, weights, expand=expand)
+            run.quantise_tokens(b, x, xs, ids, weights, expand=expand)
             x, xs = b.xq, b.xs
         source = DIRECT if direct else ROWS if expand else GATHER
         run.gate_up(b, x, xs, weights, tiles, source=source, ids=ids, fly=fly)
@@ -126,7 +126,7 @@ class TritonExperts(FusedMoEExpertsModular):
 
     def _carve(self, r13, r2, num_rows, top_k, num_experts, tiles) -> tuple[Buffers, bool]:
         slots = num_rows * top_k
-        direct = slots <= DIRECT_SLOTS
+        direct = slots <= DIRECT_SLOTS and tiles.bm <= 32
         max_tiles = min(slots, num_experts + slots // tiles.bm)
         order = inv = table = counts = None
         if not direct:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epserve.errors import Incompatible
 from epserve.modular_kernel import ExpertWeights, LayerSpec, Workspace
 
-from .kernels import gemm, pieces, quantise, reduce, routing
+from .kernels import gemm, hopper, pieces, quantise, reduce, routing
 from .triton_tiles import SHARED_MEMORY, GemmTiles, Tiles
 
 FLOAT, TENSOR, BLOCK, ROW = (mode.value for mode in (pieces.FLOAT, pieces.TENSOR, pieces.BLOCK, pieces.ROW))
@@ -99,6 +101,7 @@ class Launcher:
         self.pdl = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
         self.counter = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         act = spec.activation
+        self.specialises = cuda and torch.cuda.get_device_capability(device) == (9, 0) and self._plain_enough()
         self.act = {"ACT": ACTIVATIONS[act.kind], "LIMIT": float(act.limit or 0.0), "ALPHA": float(act.alpha)}
         self.launch: Callable = self._run
 
@@ -111,6 +114,12 @@ class Launcher:
         """In place of `launch` at warm-up."""
         extra = {"launch_pdl": True} if self.pdl and "PDL" in kernel.arg_names else {}
         kernel.warmup(*args, grid=(1,), **constants, **extra)
+
+    def _plain_enough(self) -> bool:
+        """What the warp-specialised kernels know: see `kernels/hopper.py`."""
+        act, mode = self.spec.activation, self.numerics.mode
+        sizes = self.N % 128 == 0 and self.K % 256 == 0
+        return sizes and mode in (FLOAT, TENSOR, BLOCK) and act.kind == "silu" and not act.limit and not self.spec.bias
 
     @staticmethod
     def bins(num_experts: int) -> int:
@@ -155,14 +164,15 @@ class Launcher:
         self.launch(routing.place_slots, cdiv(S, 512), ids, b.counts[0], b.counts[1], b.order, b.inv, b.tiles, S, T,
                     bm, BINS=bins, B=512, PDL=self.pdl)  # fmt: skip
 
-    def quantise_tokens(self, b: Buffers, x: torch.Tensor, ids: torch.Tensor, weights: ExpertWeights, *, expand: bool):
-        """x (M, K) -> xq, xs: a row a token, or (expand) a row a local slot."""
+    def quantise_tokens(self, b: Buffers, x: torch.Tensor, scales, ids: torch.Tensor, weights: ExpertWeights, *,
+                        expand: bool) -> None:  # fmt: skip
+        """x (M, K) -> xq, xs: a row a token, or (expand) a row a local slot. `scales`: x is quantised already."""
         groups = cdiv(self.K, 128)
         whole = self.numerics.mode == ROW
         per = triton.next_power_of_2(groups) if whole else 8 if x.shape[0] <= 64 else 64
-        self.launch(quantise.quantise_tokens, (x.shape[0], cdiv(groups, per)), x, ids, b.inv, b.xq, b.xs, weights.a1,
+        self.launch(quantise.quantise_tokens, (x.shape[0], cdiv(groups, per)), x, scales, ids, b.inv, b.xq, b.xs, weights.a1,
                     K=self.K, TOPK=ids.shape[1], TP=triton.next_power_of_2(ids.shape[1]), MODE=self.numerics.mode,
-                    EXPAND=expand, B=per, PDL=self.pdl, num_warps=4 if per <= 8 else 8)  # fmt: skip
+                    EXPAND=expand, GIVEN=scales is not None, B=per, PDL=self.pdl, num_warps=4 if per <= 8 else 8)  # fmt: skip
 
     def quantise_rows(self, x: torch.Tensor, xq, xs, scale, *, ids=None, tiles=None, num_rows: int, max_tiles: int,
                       bm: int, columns: int) -> None:  # fmt: skip
@@ -175,6 +185,10 @@ class Launcher:
     def gate_up(self, b: Buffers, x: torch.Tensor, xs, weights: ExpertWeights, tiles: Tiles, *, source: int,
                 ids: torch.Tensor | None = None, fly: bool = False) -> None:  # fmt: skip
         c = tiles.gate_up
+        if c.specialised:
+            assert source == ROWS
+            self._grouped(b, x, xs, weights, b.h, b.hs, c, gated=True)
+            return
         E, K, N = weights.num_experts, self.K, self.N
         block = (1, 2 if c.wide else 1, c.bn, c.bk)
         w = self.descriptor(weights, "w13_eNK", (E, 2, N, K), block)
@@ -188,6 +202,10 @@ class Launcher:
 
     def down(self, b: Buffers, weights: ExpertWeights, tiles: Tiles, y: torch.Tensor, *, source: int, ids=None) -> None:
         c, E, K, N = tiles.down, weights.num_experts, self.K, self.N
+        if c.specialised:
+            assert source == ROWS
+            self._grouped(b, b.hq, b.hs, weights, y, None, c, gated=False)
+            return
         w = self.descriptor(weights, "w2_eKN", (E * K, N), (c.bn, c.bk))
         hd = TensorDescriptor(b.hq, [b.num_rows, N], [N, 1], [tiles.bm, c.bk]) if source == ROWS else None
         work = b.max_tiles * cdiv(K, c.bn) * c.split
@@ -195,6 +213,25 @@ class Launcher:
                     b.hq, hd, b.hs, w, weights.s2, weights.a2, weights.b2, ids, b.tiles, y, b.num_rows, b.max_tiles,
                     c.group, SOURCE=source, BIAS=weights.b2 is not None,
                     **self._constants(c, tiles.bm, E, b.num_rows, source))  # fmt: skip
+
+    def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, *, gated: bool) -> None:
+        """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
+        E = weights.num_experts
+        name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
+            "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
+        inner, width = (self.K, self.N) if gated else (self.N, self.K)
+        block = [128, c.bk]
+        layout = NVMMASharedLayout(128, 8 * x.element_size(), 2)
+        key = ("triton", name, "specialised", c.bk)
+        if key not in weights.derived:
+            rows = E * (2 * width if gated else width)
+            w = getattr(weights, name)
+            weights.derived[key] = LaidOutDescriptor(w, [rows, inner], [inner, 1], block, layout)
+        xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], block, layout)
+        work = b.max_tiles * width // (128 if gated else 256)
+        self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles, out,
+                    outs, b.max_tiles, c.group, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,
+                    STAGES=c.stages, num_warps=4)  # fmt: skip
 
     def reduce(self, b: Buffers, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *, split: int,
                in_slots: bool) -> None:  # fmt: skip
@@ -212,6 +249,7 @@ class Launcher:
         return weights.derived[key]
 
     def _constants(self, c: GemmTiles, bm: int, num_experts: int, num_rows: int, source: int) -> dict:
+        assert self.numerics.mode != BLOCK or c.bk == 128, "a step is one block of scales"
         padded = (32 if num_rows <= 32 else DIRECT_SLOTS) if source == DIRECT else 1
         return dict(K=self.K, N=self.N, MODE=self.numerics.mode, CHANNEL=self.numerics.channel, SWAP=c.swap,
                     FLAT=c.flat, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, SP=padded, BINS=self.bins(num_experts),

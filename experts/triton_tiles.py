@@ -37,6 +37,8 @@ class GemmTiles:
     """First GEMM only: gate and up in one accumulator of 2 * bn columns."""
     flat: bool = False
     """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
+    specialised: bool = False
+    """The warp-specialised kernel of compute capability 9.0: bm 128, bn 128, rows that lie expert by expert."""
     full_grid: bool = False
     """One program a work item, instead of as many as fit on the device at once."""
     warps: int = 4
@@ -52,6 +54,10 @@ class Tiles:
     down: GemmTiles
     expand: bool = False
     """Copy (and quantise) rows expert by expert first, so that the first GEMM takes them by TMA and need not gather."""
+
+    @property
+    def specialised(self) -> bool:
+        return self.gate_up.specialised or self.down.specialised
 
     @classmethod
     def from_json(cls, cell: dict) -> Tiles:
@@ -112,16 +118,18 @@ def shipped(device_name: str) -> dict[str, dict[int, Tiles]]:
     return {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
 
 
-def choose(problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]]) -> tuple[Tiles, str]:
-    """The configuration for a batch of `num_tokens`, and where it comes from."""
+def choose(
+    problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]], *, specialised: bool
+) -> tuple[Tiles, str]:
+    """The configuration for a batch of `num_tokens`, and where it comes from. specialised: such kernels can run here."""
     bucket = bucket_of(num_tokens)
     measured = table.get(problem.key, {}).get(bucket)
-    if measured is not None:
+    if measured is not None and (specialised or not measured.specialised):
         return measured, f"measured for this shape, {bucket} tokens"
-    return default_tiles(problem, bucket), "the rule for shapes that were not measured"
+    return default_tiles(problem, bucket, specialised=specialised), "the rule for shapes that were not measured"
 
 
-def default_tiles(problem: Problem, num_tokens: int) -> Tiles:
+def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False) -> Tiles:
     """A guess from tokens per expert. Thin tiles swap the operands; few tiles split the inner dimension over programs."""
     rows = problem.rows_per_expert(num_tokens)
     block, half = problem.scheme == "fp8_block", problem.scheme == "none"
@@ -139,5 +147,8 @@ def default_tiles(problem: Problem, num_tokens: int) -> Tiles:
     if bm == 64:
         first = GemmTiles(bn=128 if block else 64, bk=bk, group=2, warps=8 if block else 4)
         return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=128, bk=bk, group=2, warps=8 if block else 4))
+    if specialised and block:
+        gemm = GemmTiles(bn=128, bk=128, group=8, specialised=True)
+        return Tiles(bm=bm, expand=True, gate_up=gemm, down=gemm)
     first = GemmTiles(bn=128, bk=bk, group=8, warps=8, wide=not block)
     return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=128 if block else 256, bk=bk, group=8, warps=8))

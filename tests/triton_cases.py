@@ -1,6 +1,7 @@
 """Inputs for the Triton experts and the float64 truth, for the interpreter (CPU) and for a GPU alike.
 
-python -m tests.triton_cases            every case on the GPU of this machine; exit status 1 when one is wrong
+python -m tests.triton_cases [WORD ...]          every case on the GPU of this machine, or those with a WORD in their reason;
+                                            exit status 1 when one is wrong
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def gemm(**options) -> GemmTiles:
     return GemmTiles(**{"bn": 128, "bk": 128, **options})
 
 
-def thick(bm=64, *, expand=False, wide=False, flat=False, warps=4, swap=False, bk=128) -> Tiles:
+def thick(bm=64, *, expand=False, wide=False, flat=False, warps=4, swap=False, bk=64) -> Tiles:
     first = gemm(wide=wide, flat=flat, group=2, warps=warps, stages=3, swap=swap, bk=bk)
     return Tiles(
         bm=bm, expand=expand, gate_up=first, down=gemm(flat=flat, group=3, warps=warps, stages=3, swap=swap, bk=bk)
@@ -81,7 +82,10 @@ def thick(bm=64, *, expand=False, wide=False, flat=False, warps=4, swap=False, b
 
 def thin(bm=16, *, split=1, split2=1, fly=False, expand=False) -> Tiles:
     return Tiles(
-        bm=bm, expand=expand, gate_up=gemm(swap=True, split=split, fly=fly), down=gemm(swap=True, split=split2)
+        bm=bm,
+        expand=expand,
+        gate_up=gemm(swap=True, split=split, fly=fly, stages=3),
+        down=gemm(swap=True, split=split2),
     )
 
 
@@ -126,16 +130,37 @@ CASES = [
          tiles=thick(64, wide=True, expand=True)),
     Case(why="fp8 blocks, direct", tokens=5, scheme="fp8_block"),
     Case(why="fp8 blocks on the fly, split", tokens=5, hidden=512, scheme="fp8_block", tiles=thin(fly=True, split=2)),
-    Case(why="fp8 blocks, sorted", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64)),
-    Case(why="fp8 blocks, expanded", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64, expand=True)),
+    Case(why="fp8 blocks, sorted", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64, bk=128)),
+    Case(why="fp8 blocks, expanded", tokens=70, local=2, total=2, scheme="fp8_block", tiles=thick(64, bk=128, expand=True)),
     Case(why="fp8 blocks arrive quantised, direct", tokens=9, scheme="fp8_block", quantised_input=True,
          tiles=thin(fly=True)),
     Case(why="fp8 blocks arrive quantised, sorted", tokens=70, local=2, total=2, scheme="fp8_block", quantised_input=True,
-         tiles=thick(64, expand=True)),
+         tiles=thick(64, bk=128, expand=True)),
     Case(why="int8 channel, direct", tokens=5, scheme="int8_channel"),
     Case(why="int8 channel, split", tokens=5, hidden=512, scheme="int8_channel", tiles=thin(split=2)),
     Case(why="int8 channel, sorted", tokens=70, local=2, total=2, scheme="int8_channel", tiles=thick(64)),
 ]  # fmt: skip
+
+
+def special(**options) -> Tiles:
+    part = gemm(bk=options.pop("bk", 64), specialised=True, **options)
+    return Tiles(bm=128, expand=True, gate_up=part, down=part)
+
+
+SPECIALISED = [
+    Case(why="specialised, 2-byte floats", tokens=700, hidden=512, intermediate=384, tiles=special()),
+    Case(why="specialised, float16, few rows", tokens=90, hidden=512, dtype=torch.float16, tiles=special()),
+    Case(why="specialised, inner size no multiple of its step", tokens=300, hidden=768, intermediate=128 * 7, tiles=special(bk=64)),
+    Case(why="specialised, static fp8", tokens=700, hidden=512, intermediate=384, scheme="fp8_tensor", tiles=special(bk=128)),
+    Case(why="specialised, blocks", tokens=700, hidden=512, intermediate=384, scheme="fp8_block", tiles=special(bk=128)),
+    Case(why="specialised, blocks, hot", tokens=900, hidden=1024, intermediate=512, routing="hot", scheme="fp8_block",
+         tiles=special(bk=128, group=4)),
+    Case(why="specialised, blocks arrive quantised", tokens=700, hidden=512, intermediate=384, scheme="fp8_block",
+         quantised_input=True, tiles=special(bk=128)),
+    Case(why="specialised, all remote", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
+         tiles=special(bk=128)),
+]  # fmt: skip
+"""The interpreter cannot run these: they need a GPU of compute capability 9.0."""
 
 
 def make_weights(case: Case, device: str, seed: int = 1) -> tuple[ExpertWeights, tuple[torch.Tensor, torch.Tensor]]:
@@ -247,14 +272,18 @@ def standard(case: Case, device: str) -> TritonExperts:
     return experts
 
 
+def _roll(rows: torch.Tensor, shift: int) -> torch.Tensor:
+    return rows.view(torch.uint8).roll(shift, 0).view(rows.dtype)
+
+
 def run_standard(case: Case, device: str, *, poison: bool = True, experts: TritonExperts | None = None, shift: int = 0):
     """One `apply` on poisoned scratch; `shift` permutes the tokens, which must not change any token's bits."""
     experts = experts or standard(case, device)
     weights, meaning = make_weights(case, device)
     x, scales = make_input(case, device)
     routing = make_routing(case, device)
-    prepared = Prepared(x=x.roll(shift, 0) if shift else x, scales=scales if scales is None else scales.roll(shift, 0),
-                        routing=Routing(ids_Mt=routing.ids_Mt.roll(shift, 0), weights_Mt=routing.weights_Mt.roll(shift, 0)),
+    prepared = Prepared(x=_roll(x, shift), scales=scales if scales is None else _roll(scales, shift),
+                        routing=Routing(ids_Mt=_roll(routing.ids_Mt, shift), weights_Mt=_roll(routing.weights_Mt, shift)),
                         handle=DispatchHandle(HandleBook("test"), None))  # fmt: skip
     shapes = experts.workspace_shapes(case.tokens, case.top_k, case.local)
     spaces = Workspaces(device)
@@ -263,7 +292,7 @@ def run_standard(case: Case, device: str, *, poison: bool = True, experts: Trito
         spaces.poison()
     workspace = spaces.carve(shapes)
     out = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
-    return out.roll(-shift, 0).clone(), truth(case, meaning, weights, x, scales, routing)
+    return _roll(out, -shift), truth(case, meaning, weights, x, scales, routing)
 
 
 def run_batched(case: Case, device: str, *, capacity: int, fill: float = float("nan")):
@@ -305,7 +334,7 @@ def _to_batched(case: Case, x, scales, routing: Routing, capacity: int, fill: fl
 
 def check(job: tuple[int, bool]) -> tuple[bool, str]:
     """One case on the GPU: is it right, and what was seen."""
-    case, batched = CASES[job[0]], job[1]
+    case, batched = (CASES + SPECIALISED)[job[0]], job[1]
     name = f"{'batched ' if batched else 'standard'} {case.why}"
     try:
         out, want = run_batched(case, "cuda", capacity=case.tokens + 5) if batched else run_standard(case, "cuda")
@@ -317,7 +346,9 @@ def check(job: tuple[int, bool]) -> tuple[bool, str]:
 
 
 def main() -> int:
-    jobs = [(i, batched) for i, case in enumerate(CASES) for batched in (False, True) if case.tokens or not batched]
+    words = [word for word in sys.argv[1:] if word != "-v"]
+    jobs = [(i, batched) for i, case in enumerate(CASES + SPECIALISED) for batched in (False, True)
+            if (case.tokens or not batched) and (not words or any(word in case.why for word in words))]  # fmt: skip
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         results = list(pool.map(check, jobs))
     for ok, text in results:

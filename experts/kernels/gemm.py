@@ -90,9 +90,9 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
         if MODE == BLOCK:
             sg_at = ws + (e * (2 * NG) + nb * BN // 128) * KG
             su_at = sg_at + NG * KG
-            xs_at = xs + token * KG
             sg, su = tl.load(sg_at + k0), tl.load(su_at + k0)
             if not FLY:
+                xs_at = xs + token * KG
                 sa = tl.load(xs_at + k0, mask=ok, other=0.0)
         for kb in range(k0, k1):
             if WIDE:

@@ -20,10 +20,10 @@ def _narrow(v, TO: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def quantise_tokens(x, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
-                    MODE: tl.constexpr, EXPAND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def quantise_tokens(x, given, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
+                    MODE: tl.constexpr, EXPAND: tl.constexpr, GIVEN: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Token rows of 128 * B columns a program. EXPAND: one copy for each local slot, at row `inv[slot]`, so that rows lie
-    expert by expert; otherwise one row a token. Tokens without a local slot are neither read nor written."""
+    expert by expert; otherwise one row a token. GIVEN: x comes quantised, with its scales. Tokens without a local slot are neither read nor written."""
     pdl_enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TP)
@@ -34,19 +34,19 @@ def quantise_tokens(x, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.constexpr
         g = tl.program_id(1) * B + tl.arange(0, B)
         column = g[:, None] * 128 + tl.arange(0, 128)[None, :]
         mask = column < K
-        v = tl.load(x + token * K + column, mask=mask, other=0.0)
-        s = tl.full((B,), 1.0, tl.float32)
-        if MODE != FLOAT:
-            v = v.to(tl.float32)
-        if MODE == BLOCK:
-            s = tl.maximum(tl.max(tl.abs(v), 1), 1e-10) / 448.0
-            v = v / s[:, None]
-        elif MODE == TENSOR:
-            v = v * (1.0 / tl.load(a1))
-        elif MODE == ROW:
-            s += tl.maximum(tl.max(tl.max(tl.abs(v), 1), 0), 1e-10) / (127.0 if tl.int8 == TO else 448.0) - 1.0
-            v = v / s[:, None]
-        q = v if MODE == FLOAT else _narrow(v, TO)
+        q = tl.load(x + token * K + column, mask=mask, other=0.0)
+        s = tl.zeros((B,), tl.float32)
+        if GIVEN:
+            s = tl.load(given + token * KG + g, mask=g < KG, other=0.0)
+        elif MODE != FLOAT:
+            v = q.to(tl.float32)
+            if MODE == BLOCK:
+                s = tl.maximum(tl.max(tl.abs(v), 1), 1e-10) / 448.0
+            elif MODE == TENSOR:
+                s += tl.load(a1)
+            else:
+                s += tl.maximum(tl.max(tl.max(tl.abs(v), 1), 0), 1e-10) / (127.0 if tl.int8 == TO else 448.0)
+            q = _narrow(v / s[:, None], TO)
         for slot in tl.static_range(TOPK if EXPAND else 1):
             row = tl.load(inv + token * TOPK + slot).to(tl.int64) if EXPAND else token
             if row >= 0:
@@ -74,7 +74,7 @@ def quantise_rows(x, ids, tiles, xq, xs, a, S, T, BM, K: tl.constexpr, IN_SLOTS:
             tile, m = item // BM, item % BM
             row, real = tl.load(tiles + T + tile) + m, m < tl.load(tiles + 2 * T + tile)
         if real:
-            at = row.to(tl.int64)
+            at = tl.full((), 0, tl.int64) + row
             v = tl.load(x + at * K + column, mask=column < K, other=0.0).to(tl.float32)
             if MODE == BLOCK:
                 s = tl.maximum(tl.max(tl.abs(v), 1), 1e-10) / 448.0

@@ -68,7 +68,6 @@ def place_slots(ids, counts, cursor, order, inv, tiles, S, T, BM, BINS: tl.const
 @triton.jit
 def _tile_rows(n, active, t, tiles, T, capacity, BM, E: tl.constexpr, BINS: tl.constexpr):
     """Write the table entries `t` for experts of `n` rows each, or none of them when not `active`."""
-    bins = tl.arange(0, BINS)
     per = tl.where(active, (n + BM - 1) // BM, 0)
     end = tl.cumsum(per, 0)
     e = tl.sum((t[:, None] >= end[None, :]).to(tl.int32), 1)

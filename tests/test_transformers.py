@@ -1,6 +1,7 @@
 """Models with remote experts, against one rank of the service in the same process."""
 
 import copy
+import json
 import logging
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 import epserve.transformers
 from epserve.errors import CheckpointError, ConfigError, Incompatible, InvalidRequest
 
-from .coverage_table import InProcess, write_checkpoint
+from .coverage_table import InProcess, quantise_experts, write_checkpoint
 
 PROMPTS = torch.tensor([[0, 0, 0, 11, 12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30]])
 MASK = (PROMPTS > 0).long()
@@ -280,3 +281,39 @@ def test_other_models_are_loaded_as_before(qwen):
     assert isinstance(local.config, Qwen3MoeConfig)
     assert experts_of(local)
     assert greedy(local).shape == (2, PROMPTS.shape[1] + 12)
+
+
+def test_gpt_oss_in_mxfp4_generates_as_with_local_experts(folder, tmp_path):
+    """The published form. transformers multiplies it out where it has no kernel for it; so does the service."""
+    tensors = load_file(write_checkpoint("gpt_oss", folder / "gpt_oss_packed") / "model.safetensors")
+    generator, intermediate = torch.Generator().manual_seed(0), 64
+    for layer in (0, 1):
+        key = f"model.layers.{layer}.mlp.experts."
+        for name, rows, groups in (("gate_up_proj", 2 * intermediate, 1), ("down_proj", 32, 2)):
+            del tensors[key + name]
+            shape = (8, rows, groups)
+            tensors[f"{key}{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            tensors[f"{key}{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+        tensors[key + "gate_up_proj_bias"] = torch.randn(8, 2 * intermediate, generator=generator)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folder / "gpt_oss_packed" / "config.json").read_text())
+    config |= {"intermediate_size": intermediate, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    local = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with epserve.transformers.connect(InProcess(tmp_path, dtype="float32")) as service:
+        remote = load(tmp_path, service, dtype=torch.float32)
+        assert not experts_of(remote)
+        assert torch.equal(greedy(remote), greedy(local))
+
+
+def test_fp8_checkpoint(folder, tmp_path):
+    """Experts in fp8 blocks: transformers replaces their modules by its own, which are remote all the same."""
+    path, _ = quantise_experts(write_checkpoint("qwen3_next", folder / "qwen3_next"), tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "attn", "gate", "shared_expert"]
+    (path / "config.json").write_text(json.dumps(config))
+    local = AutoModelForCausalLM.from_pretrained(path)
+    with epserve.transformers.connect(InProcess(path)) as service:
+        remote = load(path, service)
+        assert not experts_of(remote)
+        assert torch.equal(greedy(remote), greedy(local))

@@ -7,6 +7,8 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from epserve.config import Config
-from epserve.errors import ConfigError
+from epserve.errors import ConfigError, NotReady
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+POLL_S = 1.0
 OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
 
@@ -30,6 +34,8 @@ class Cluster:
     started: bool
     joined: bool
     namespace: str
+    control: str = ""
+    """host:port of Ray's control service."""
 
     @classmethod
     def connect(cls, config: Config) -> Cluster:
@@ -38,7 +44,7 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():
-            return cls(started=False, joined=False, namespace=namespace)
+            return cls(started=False, joined=False, namespace=namespace, control=_control())
         common: dict[str, Any] = {
             "namespace": namespace,
             "logging_level": logging.ERROR,
@@ -57,17 +63,30 @@ class Cluster:
                     object_store_memory=OBJECT_STORE_BYTES,
                     **common,
                 )
-            return cls(started=True, joined=True, namespace=namespace)
+            return cls(started=True, joined=True, namespace=namespace, control=_control())
         _probe(address)
         try:
             with _quiet():
                 ray.init(address=address, **common)
         except Exception as error:  # Ray raises a different class for each stage of connecting
             raise ConfigError(f"no Ray cluster answers at {address!r}: {_first_line(error)}{_hint(address)}") from None
-        return cls(started=False, joined=True, namespace=namespace)
+        return cls(started=False, joined=True, namespace=namespace, control=_control())
+
+    def answers(self) -> bool:
+        """Whether Ray's control service is there; blocks for up to two seconds.
+
+        NOTE: once it is gone, every call of Ray blocks, and after 60 s Ray ends the process that made it. A signal to
+        the whole process group (`timeout`, a service manager) takes it away before us.
+        """
+        host, _, port = self.control.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Blocks for about a second. A cluster that was running before stays."""
+        """Blocks for about a second, for ten where the control service is gone. A cluster that was running before stays."""
         if self.joined and ray.is_initialized():
             with _quiet():
                 ray.shutdown()
@@ -80,6 +99,7 @@ class Gang:
     def __init__(self, config: Config, device: str):
         self._config, self._device = config, device
         self.group: PlacementGroup | None = None
+        self._given_up = threading.Event()
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -101,15 +121,25 @@ class Gang:
         if short:
             raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; add nodes or lower engine.ranks")
         group = placement_group([bundle] * ranks, strategy=config.cluster.placement)
-        if not group.wait(config.cluster.start_timeout_s):
+        self.group = group
+        end = time.monotonic() + config.cluster.start_timeout_s
+        while not group.wait(max(min(POLL_S, end - time.monotonic()), 0)):
+            if self._given_up.is_set():
+                raise NotReady("stopped while the ranks waited for a place")
+            if time.monotonic() < end:
+                continue
+            self.group = None
             free = {name: ray.available_resources().get(name, 0) for name in bundle}
             remove_placement_group(group)
             raise ConfigError(
                 f"no place for {ranks} ranks of {bundle} with placement {config.cluster.placement} on"
                 f" {len(ray.nodes())} nodes within {config.cluster.start_timeout_s:g} s; free now: {free}"
             )
-        self.group = group
         return group
+
+    def give_up(self) -> None:
+        """`reserve` ends within a second, whatever it waits for."""
+        self._given_up.set()
 
     def release(self) -> None:
         if self.group is not None and ray.is_initialized():
@@ -128,6 +158,10 @@ def _probe(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address)}") from None
+
+
+def _control() -> str:
+    return ray.get_runtime_context().gcs_address
 
 
 def _hint(address: str) -> str:

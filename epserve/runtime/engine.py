@@ -98,7 +98,9 @@ class Engine:
             self._scheduler = Scheduler(self.config.scheduler, pool, num_ranks=self.config.engine.ranks)
             self._scheduler.on_step = self._step_done
             await pool.start()
-        except BaseException:
+        except BaseException as error:
+            # Now, since closing takes seconds and may itself go wrong.
+            log.error("start failed: %s: %s", type(error).__name__, error)
             await self.close()
             raise
 
@@ -119,8 +121,9 @@ class Engine:
             if drain_s > 0 and not await self._scheduler.drain(drain_s):
                 log.warning("drain: requests were left after %g s", drain_s)
             await self._scheduler.close()
+        reachable = self._cluster is not None and await asyncio.to_thread(self._cluster.answers)
         if self._pool is not None:
-            await self._pool.close()
+            await self._pool.close(reachable=reachable)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
         self._scheduler = self._pool = self._cluster = None

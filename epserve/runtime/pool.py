@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,10 +81,12 @@ class Pool:
         self._cause = ""
         self._recovery: asyncio.Task | None = None
         self._heart: asyncio.Task | None = None
+        self._reserving: asyncio.Future | None = None
 
     async def start(self) -> None:
         """Returns when every rank has loaded, joined and run a step. Raises the root cause of all ranks' reports."""
-        self._place = await asyncio.to_thread(self._gang.reserve)
+        self._reserving = asyncio.ensure_future(asyncio.to_thread(self._gang.reserve))
+        self._place = await asyncio.shield(self._reserving)
         self._store = self._new_store()  # imports torch while the ranks do
         self.members = [self._new_member(rank) for rank in range(self._config.engine.ranks)]
         await self._bring_up(self.members)
@@ -94,8 +98,11 @@ class Pool:
         self._heart = asyncio.ensure_future(self._watch())
         self._set_serving()
 
-    async def close(self) -> None:
-        """Ends every actor that start() made."""
+    async def close(self, *, reachable: bool = True) -> None:
+        """Ends every actor that start() made; afterwards nothing of this pool talks to Ray.
+
+        reachable: whether Ray's control service answers; without it the processes are ended by their ids.
+        """
         self._closing = True
         self.serving.clear()
         for task in (self._heart, self._recovery):
@@ -103,7 +110,14 @@ class Pool:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-        if ray.is_initialized():
+        if self._reserving is not None:
+            self._gang.give_up()
+            with contextlib.suppress(Exception):  # whoever waited for it has been told
+                await self._reserving
+        if not reachable:
+            log.error("Ray's control service is gone: ending the ranks of this machine by their process ids")
+            self._kill_here()
+        elif ray.is_initialized():
             with contextlib.suppress(EpserveError):  # a rank that cannot close is killed below
                 await call_all(self.members, "close", timeout=CLOSE_TIMEOUT_S)
             for member in self.members:
@@ -113,6 +127,15 @@ class Pool:
                 ray.kill(self._store)
             await asyncio.to_thread(self._gang.release)
         self.members, self._store = [], None
+
+    def _kill_here(self) -> None:
+        here = ray.util.get_node_ip_address()
+        for member in self.members:
+            if member.link is not None:
+                member.link.close()
+            if member.facts is not None and member.facts.node_ip == here:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member.facts.pid, signal.SIGKILL)
 
     async def step(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.

@@ -1,4 +1,4 @@
-"""The command line: `epserve serve | call | doctor | compat | demo`. Each command is a few lines over a module."""
+"""The command line: `epserve serve | call | top | doctor | compat | demo`. Each command is a few lines over a module."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from epserve import __version__, cluster_cli
 from epserve.errors import EpserveError
+from epserve.serving import logs
 
 app = typer.Typer(
     help="Experts as a service: serve the expert layers of a Mixture-of-Experts model from a cluster.\n\n"
@@ -38,7 +39,7 @@ def _top(
         print(f"epserve {__version__}")
         raise typer.Exit
     level = logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.configure(level=level)
 
 
 @app.command()
@@ -62,6 +63,7 @@ def serve(
             raise ConfigError(f"--set {item!r} is not KEY=VALUE")
         overrides[key] = yaml.safe_load(value)
     loaded = load_config(config, overrides)
+    logs.configure(loaded.server.log_format)
     from epserve.service import serve as run
 
     asyncio.run(run(loaded, ready_file=ready_file))
@@ -99,6 +101,21 @@ def call(
             console.print(
                 f"layer {layer}: {tuple(x.shape)} -> {tuple(y.shape)}, norm {y.float().norm():.6g}, {elapsed:.2f} ms"
             )
+
+
+@app.command()
+def top(
+    address: Annotated[str, typer.Argument(help="host:port of a service.")] = "127.0.0.1:50051",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+    token_file: Annotated[Path | None, typer.Option(help="File whose first line is the bearer token.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")] = None,
+) -> None:
+    """Watch a service: state, ranks, rates, latencies, queue and the load of each expert."""
+    from epserve.top import run
+
+    token = token_file.read_text().split()[0] if token_file else None
+    run(address, token=token, tls_ca=tls_ca, interval_s=interval, once=once, console=Console())
 
 
 @app.command()

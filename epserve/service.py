@@ -64,10 +64,13 @@ async def _serve(config: Config, ready_file: Path | None, stop: asyncio.Event) -
             config.server.host,
             server.port,
         )
+        metrics = {"metrics_port": server.metrics_port} if server.metrics_port else {}
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
         if ready_file is not None:
             scratch = ready_file.with_suffix(".tmp")
-            scratch.write_text(json.dumps({"host": config.server.host, "port": server.port, "pid": os.getpid()}))
+            scratch.write_text(
+                json.dumps({"host": config.server.host, "port": server.port, "pid": os.getpid(), **metrics})
+            )
             scratch.replace(ready_file)
         try:
             await stop.wait()

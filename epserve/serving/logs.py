@@ -75,11 +75,11 @@ def named_values(record: logging.LogRecord) -> dict[str, Any]:
 def configure(
     form: Literal["text", "json"] = "text", *, level: int | None = None, stream: TextIO | None = None
 ) -> None:
-    """Take over the root logger: one handler on `stream` (stderr by default), in the chosen form."""
+    """One handler of the root logger on `stream` (stderr by default), in the chosen form; in place of an earlier one."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
-    for old in list(root.handlers):
+    for old in [each for each in root.handlers if isinstance(each.formatter, TextFormatter | JsonFormatter)]:
         root.removeHandler(old)
     root.addHandler(handler)
     if level is not None:

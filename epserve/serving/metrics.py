@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,6 +30,7 @@ class Metrics:
     """One service's metrics in a registry of their own. Methods cost microseconds; `status` is replaced each second."""
 
     def __init__(self, *, model: str, family: str, max_expert_series: int):
+        disable_created_metrics()  # else each counter and histogram has a second series with the time it began
         self.registry = CollectorRegistry(auto_describe=True)
         self.status: Any = None
         """The engine's last EngineStatus."""

@@ -57,8 +57,6 @@ class Watch:
         observer.metrics.request(status, seconds, tokens=self._tokens, received=self._received, sent=self.sent)
         if status == "OK":
             observer.history.request(seconds)
-        else:
-            observer.history.error()
         observer.tracing.ended(self.trace, status)
 
 
@@ -79,6 +77,8 @@ class Observer:
 
     def start(self, calls: Any) -> None:
         """`calls`: whose calls in flight and bytes are watched."""
+        self.metrics.calls_in_flight.set_function(lambda: calls.in_flight)
+        self.metrics.buffered_bytes.set_function(lambda: calls.buffered_bytes)
         self._sampling = asyncio.create_task(self._sample_always(calls))
 
     async def stop(self) -> None:
@@ -97,6 +97,7 @@ class Observer:
     def error(self, code: str) -> None:
         """A failure that a caller is told."""
         self.metrics.error(code)
+        self.history.error()
 
     def snapshot(self) -> dict[str, Any]:
         """What the status page shows, at most a second old; ready for JSON."""
@@ -124,8 +125,6 @@ class Observer:
     def sample(self, calls: Any, seconds: float = SAMPLE_S) -> None:
         status, metrics, history = self._engine.status(), self.metrics, self.history
         history.sample(time.time(), seconds, queue_tokens=status.queue_tokens, load=status.expert_tokens)
-        metrics.calls_in_flight.set(calls.in_flight)
-        metrics.buffered_bytes.set(calls.buffered_bytes)
         metrics.recent_load = history.recent_load()
         metrics.status = status
         self._slots = _slots(status.ranks, metrics.recent_load)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +28,7 @@ import grpc
 from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import status
+from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
 from epserve.serving.client_region import ClientRegion
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
@@ -102,7 +103,8 @@ class Client(_Endpoint):
         )
         future = ForwardFuture()
         self._check_open()
-        self._pool.submit(future.run, self._forward, request, self._attempts(timeout))
+        context = contextvars.copy_context()  # the caller's span is the parent there too
+        self._pool.submit(context.run, future.run, self._forward, request, self._attempts(timeout))
         return future
 
     @contextmanager
@@ -172,7 +174,7 @@ class Client(_Endpoint):
 
     def _forward(self, request: OutgoingRequest, attempts: Attempts, cancellation: Cancellation) -> Any:
         once = self._unary if request.small else self._framed
-        with request:
+        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
                 try:
@@ -229,7 +231,7 @@ class AsyncClient(_Endpoint):
         )
         attempts = self._attempts(timeout)
         once = self._unary if request.small else self._framed
-        with request:
+        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
                 try:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from epserve.errors import ConfigError
-from epserve.serving import wire
+from epserve.serving import tracing, wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class ClientOptions:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """Of each call: the token, and the present trace where the application has one."""
+        return tracing.outgoing((("authorization", f"Bearer {self.token}"),) if self.token else ())
 
     def channel_options(self) -> list[tuple[str, Any]]:
         message = wire.FRAME_BYTES + wire.OVERHEAD_BYTES  # larger tensors come in frames

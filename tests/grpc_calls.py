@@ -46,8 +46,8 @@ async def until(condition, timeout_s: float = 5.0) -> None:
 class Frames:
     """A raw ForwardStream: frames out, frames in."""
 
-    def __init__(self, channel):
-        self.call = pb_grpc.ExpertsStub(channel).ForwardStream()
+    def __init__(self, channel, **call):
+        self.call = pb_grpc.ExpertsStub(channel).ForwardStream(**call)
 
     async def send(self, number: int, x, layer=1, **header) -> None:
         for frame in wire.request_frames(number, encoded(x), pb.ForwardRequest(layer=layer, **header)):

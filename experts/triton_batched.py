@@ -59,7 +59,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         """For thin and for thick batches; one sort of splits and quantisation: none inside the GEMMs."""
         specialised = self.launcher().specialises
         problem = Problem.of(self.spec, num_experts)
-        tokens = [max(1, round(rows * problem.num_experts / problem.top_k)) for rows in (4, min(capacity, 256))]
+        tokens = [max(1, round(rows * problem.num_experts / problem.top_k)) for rows in (THIN_ROWS // 2, min(capacity, 256))]
         thin, thick = (choose(problem, count, self.table or {}, specialised=specialised)[0] for count in tokens)
         return _plain(thin), _plain(thick)
 
@@ -118,7 +118,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
 
 def _plain(tiles: Tiles) -> Tiles:
     def one(part: GemmTiles) -> GemmTiles:
-        return dataclasses.replace(part, split=1, fly=False)
+        return dataclasses.replace(part, split=1, fly=False, group=max(part.group, 4))
 
     return dataclasses.replace(tiles, gate_up=one(tiles.gate_up), down=one(tiles.down))
 

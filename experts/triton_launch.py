@@ -220,14 +220,13 @@ class Launcher:
         name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
             "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
         inner, width = (self.K, self.N) if gated else (self.N, self.K)
-        block = [128, c.bk]
-        layout = NVMMASharedLayout(128, 8 * x.element_size(), 2)
+                layout = NVMMASharedLayout(128, 8 * x.element_size(), 2)
         key = ("triton", name, "specialised", c.bk)
         if key not in weights.derived:
             rows = E * (2 * width if gated else width)
             w = getattr(weights, name)
-            weights.derived[key] = LaidOutDescriptor(w, [rows, inner], [inner, 1], block, layout)
-        xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], block, layout)
+            weights.derived[key] = LaidOutDescriptor(w, [rows, inner], [inner, 1], [128, c.bk], layout)
+        xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], [64, c.bk], layout)
         work = b.max_tiles * width // (128 if gated else 256)
         self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles, out,
                     outs, b.max_tiles, c.group, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,

@@ -37,20 +37,25 @@ def _item(w, num_tiles, GM, NB: gl.constexpr):
 @gluon.jit
 def _load(xd, wd, tiles, a, b, full, empty, T, GM, ROWS: gl.constexpr, SECOND: gl.constexpr, STEP: gl.constexpr,
           NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The producer. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further."""
-    BYTES: gl.constexpr = xd.nbytes_per_cta if hasattr(xd, "nbytes_per_cta") else xd.block_type.nbytes
+    """The producer. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further.
+    The second half of the rows is left out where the tile has none there."""
+    BYTES: gl.constexpr = wd.block_type.nbytes
     num_tiles = gl.load(tiles + 3 * T)
     step = 0
     for item in range(gl.program_id(0), num_tiles * NB, gl.num_programs(0)):
         tile, nb = _item(item, num_tiles, GM, NB)
         e, row0 = gl.load(tiles + tile), gl.load(tiles + T + tile)
         w_row = e * ROWS + nb * STEP
+        both = gl.load(tiles + 2 * T + tile) > HALF_ROWS
         for kb in range(NK):
             s = step % STAGES
             mbarrier.wait(empty.index(s), (step // STAGES + 1) & 1)
             bar = full.index(2 * s)
-            mbarrier.expect(bar, 2 * BYTES)
-            tma.async_copy_global_to_shared(xd, [row0, kb * BK], bar, a.index(s))
+            mbarrier.expect(bar, 2 * BYTES, pred=both)
+            mbarrier.expect(bar, BYTES + BYTES // 2, pred=both == 0)
+            rows = a.index(s)
+            tma.async_copy_global_to_shared(xd, [row0, kb * BK], bar, rows.slice(0, HALF_ROWS))
+            tma.async_copy_global_to_shared(xd, [row0 + HALF_ROWS, kb * BK], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both)
             tma.async_copy_global_to_shared(wd, [w_row, kb * BK], bar, b.index(2 * s))
             bar = full.index(2 * s + 1)
             mbarrier.expect(bar, BYTES)
@@ -154,6 +159,20 @@ def _sum_plain(a, b, full, empty, step, layout: gl.constexpr, NK: gl.constexpr, 
 
 
 @gluon.jit
+def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
+    """The second half of a tile that has no rows there: give the stages back as they come, so that phases stay in step."""
+    for _kb in range(NK):
+        s = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(full.index(2 * s), phase)
+        mbarrier.wait(full.index(2 * s + 1), phase)
+        barrier_of_warps()  # a warp that fell two phases behind would wait for ever
+        mbarrier.arrive(empty.index(s), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: gl.constexpr, NEXT: gl.constexpr,
               BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
               MODE: gl.constexpr, GATED: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
@@ -166,14 +185,17 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: g
     for item in range(gl.program_id(0), num_tiles * NB, gl.num_programs(0)):
         tile, nb = _item(item, num_tiles, GM, NB)
         e, row0, count = gl.load(tiles + tile), gl.load(tiles + T + tile), gl.load(tiles + 2 * T + tile)
-        if MODE == BLOCK:
-            acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, step, row0, count, e * BLOCKS + nb * STEP, layout,
-                                           NEXT, NK, STAGES, HALF)  # fmt: skip
+        if HALF == 1 and count <= HALF_ROWS:
+            step = _skip(full, empty, step, NK, STAGES)
         else:
-            acc0, acc1, step = _sum_plain(a, b, full, empty, step, layout, NK, STAGES, HALF)
-        if MODE == TENSOR:
-            scale = gl.load(a1) * gl.load(ws + e)
-        _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
+            if MODE == BLOCK:
+                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, step, row0, count, e * BLOCKS + nb * STEP, layout,
+                                               NEXT, NK, STAGES, HALF)  # fmt: skip
+            else:
+                acc0, acc1, step = _sum_plain(a, b, full, empty, step, layout, NK, STAGES, HALF)
+            if MODE == TENSOR:
+                scale = gl.load(a1) * gl.load(ws + e)
+            _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
 
 
 @gluon.jit(do_not_specialize=["T", "GM"])
@@ -181,8 +203,8 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr
             MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128 GATED.
 
-    xd: descriptor of (rows, INNER), rows expert by expert, block (128, BK); wd: of the weights as (E * rows of one expert, INNER), the same
-    block. BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the scale of x, a2 that of out, ws (E,).
+    xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert, INNER), block
+    (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the scale of x, a2 that of out, ws (E,).
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     ROWS: gl.constexpr = 2 * OUT if GATED else OUT

@@ -50,15 +50,18 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tilings:
-    """By phase and batch size. `narrow` leaves most multiprocessors to what runs beside it (the no-wait calls)."""
+    """By phase and batch size, as measured by `benchmarks/tune_nvlink.py` on two H200s at hidden 7,168.
+
+    `narrow`, for the no-wait calls, leaves 100 of 132 multiprocessors to what runs beside it.
+    """
 
     few_tokens: int = 256
-    dispatch_few: Tiling = Tiling(programs=1056, warps=4, block=1024)
-    dispatch_many: Tiling = Tiling(programs=1056, warps=4, block=1024)
-    combine_few: Tiling = Tiling(programs=1056, warps=4, block=1024)
-    combine_many: Tiling = Tiling(programs=1056, warps=4, block=1024)
-    dispatch_narrow: Tiling = Tiling(programs=32, warps=16, block=4096)
-    combine_narrow: Tiling = Tiling(programs=32, warps=16, block=4096)
+    dispatch_few: Tiling = Tiling(programs=264, warps=1, block=256)
+    dispatch_many: Tiling = Tiling(programs=1056, warps=16, block=4096, tile=2)
+    combine_few: Tiling = Tiling(programs=132, warps=4, block=2048)
+    combine_many: Tiling = Tiling(programs=264, warps=8, block=4096)
+    dispatch_narrow: Tiling = Tiling(programs=32, warps=32, block=8192)
+    combine_narrow: Tiling = Tiling(programs=32, warps=32, block=8192, tile=2)
     launch_early: bool = True
     """Programmatic dependent launch: a kernel is set up while the one before it drains."""
 

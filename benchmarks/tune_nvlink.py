@@ -99,8 +99,8 @@ def worker(rank: int, world: int, meet: str, args) -> None:
             timed = []
             for tiling in candidates(phase, tokens, args.fp8):
 
-                def call(phase=phase, tiling=tiling, flight=flight, x=x, out=out):
-                    pf._dispatch(flight, x, tiling if phase == "dispatch" else first["dispatch"], wait=True)
+                def call(phase=phase, tiling=tiling, best=first["dispatch"], flight=flight, x=x, out=out):
+                    pf._dispatch(flight, x, tiling if phase == "dispatch" else best, wait=True)
                     if phase == "combine":
                         pf._combine(flight, out, tiling)
 

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda._sleep(self.random.randrange(300_000))
         else:
-            time.sleep(self.random.random() * 0.02)
+            time.sleep(self.random.random() * 0.01)
 
     def make(self, **options) -> NvlinkPrepareAndFinalize:
         args = self.args
@@ -300,13 +301,19 @@ class Rank:
 
 
 def main(rank: int, args) -> None:
-    here = Rank(rank, args)
-    if args.lose:
-        here.lose_one()
-    else:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.triton_interpreter import exact_casts  # noqa: F401, bf16 and e4m3 as the hardware converts them
+    try:
+        here = Rank(rank, args)
+        if args.lose:
+            here.lose_one()
         here.stress()
         dist.barrier()
         dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the other ranks must not be waited for
 
 
 def parse() -> argparse.Namespace:

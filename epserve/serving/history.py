@@ -1,6 +1,6 @@
 """The last minutes of a service, kept in memory: a sample each second, latencies in buckets, expert load.
 
-Memory is bounded whatever the traffic: 600 samples, at most some 350 latency buckets for each of the last 60 seconds, and 13
+Memory is bounded whatever the traffic: 600 samples, at most some 350 latency buckets for each of the last 60 seconds, and 12
 snapshots of the load.
 """
 
@@ -73,12 +73,13 @@ class History:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.load: tuple[int, ...] = ()
+        self.load_layers: tuple[int, ...] = ()
         """The layers of `recent_load`, in its order."""
         self._buckets: deque[Counter[int]] = deque(maxlen=RECENT_S)
         self._now: Counter[int] = Counter()
         self._tokens = self._requests = self._errors = self._steps = 0
-        self._loads: deque[tuple[float, np.ndarray]] = deque(maxlen=RECENT_S // LOAD_EVERY_S + 1)
+        self._latest = np.zeros((0, 0), dtype=np.int64)
+        self._loads: deque[tuple[float, np.ndarray]] = deque(maxlen=RECENT_S // LOAD_EVERY_S)
 
     def request(self, seconds: float) -> None:
         """One that was answered."""
@@ -111,9 +112,10 @@ class History:
         self._buckets.append(self._now)
         self._now = Counter()
         self._tokens = self._requests = self._errors = self._steps = 0
-        if load and (not self._loads or now - self._loads[-1][0] >= LOAD_EVERY_S):
-            self.load = tuple(load)
-            self._loads.append((now, np.array(list(load.values()), dtype=np.int64)))
+        if load:
+            self.load_layers, self._latest = tuple(load), np.array(list(load.values()), dtype=np.int64)
+            if not self._loads or now - self._loads[-1][0] >= LOAD_EVERY_S:
+                self._loads.append((now, self._latest))
 
     def latency(self) -> Percentiles:
         """Of the last minute."""
@@ -129,9 +131,7 @@ class History:
 
     def recent_load(self) -> np.ndarray:
         """`(layers, physical experts)` tokens of the last minute; since the start where nothing came in that minute."""
-        if not self._loads:
-            return np.zeros((0, 0), dtype=np.int64)
-        first, last = self._loads[0][1], self._loads[-1][1]
+        first, last = self._loads[0][1] if self._loads else self._latest, self._latest
         recent = last - first if first.shape == last.shape else last
         return recent if recent.sum() > 0 else last
 

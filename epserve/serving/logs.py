@@ -19,15 +19,14 @@ request_id: ContextVar[str] = ContextVar("epserve_request_id", default="")
 trace_id: ContextVar[str] = ContextVar("epserve_trace_id", default="")
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_SECRET = re.compile(
-    r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+|((?:token|password|secret|authorization)['\"]?\s*[=:]\s*)['\"]?[^\s,'\"]+"
-)
+_CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+_NAMED = re.compile(r"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*)['\"]?[^\s,'\"]+")
 _DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
 
 
 def redact(text: str) -> str:
     """Without bearer tokens, passwords and what else looks like one."""
-    return _SECRET.sub(lambda match: f"{match[1] or match[2]}{' ' if match[1] else ''}***", text)
+    return _NAMED.sub(r"\1***", _CREDENTIALS.sub(r"\1 ***", text))
 
 
 class TextFormatter(logging.Formatter):

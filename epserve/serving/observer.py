@@ -183,7 +183,7 @@ class Observer:
             "rates": self.rates(),
             "latency": {name: round(value, 3) for name, value in asdict(latency).items()},
             "ranks": ranks,
-            "heat": heat(self.metrics.recent_load, self.history.load),
+            "heat": heat(self.metrics.recent_load, self.history.load_layers),
             "series": self.history.series(),
         }
 

@@ -58,9 +58,10 @@ class Tilings:
     few_tokens: int = 256
     dispatch_few: Tiling = Tiling(programs=264, warps=1, block=256)
     dispatch_many: Tiling = Tiling(programs=1056, warps=16, block=4096, tile=2)
+    dispatch_many_fp8: Tiling = Tiling(programs=1056, warps=4, block=1024)
     combine_few: Tiling = Tiling(programs=132, warps=4, block=2048)
     combine_many: Tiling = Tiling(programs=264, warps=8, block=4096)
-    dispatch_narrow: Tiling = Tiling(programs=32, warps=32, block=8192)
+    dispatch_narrow: Tiling = Tiling(programs=32, warps=16, block=8192)
     combine_narrow: Tiling = Tiling(programs=32, warps=32, block=8192, tile=2)
     launch_early: bool = True
     """Programmatic dependent launch: a kernel is set up while the one before it drains."""
@@ -118,6 +119,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if options.batches_in_flight < 1:
             raise ConfigError(f"batches_in_flight must be at least 1, got {options.batches_in_flight}")
         self.heap = Heap(ranks, spec, options, self.providers)
+        self._many = self.tilings.dispatch_many_fp8 if self.heap.fp8 else self.tilings.dispatch_many
         self._broken = False
         self._side: torch.cuda.Stream | None = None
         self._limit_ns = int(WARM_UP_LIMIT_S * 1e9)
@@ -135,7 +137,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         tilings = self.tilings
         rounds = (
             (tilings.dispatch_few, tilings.combine_few, True),
-            (tilings.dispatch_many, tilings.combine_many, True),
+            (self._many, tilings.combine_many, True),
             (tilings.dispatch_narrow, tilings.combine_narrow, False),
         )
         for tiling_out, tiling_home, wait in rounds:
@@ -160,7 +162,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
         flight = self._flight(routing, tokens_per_rank, x_MK.shape[0])
         few = x_MK.shape[0] <= self.tilings.few_tokens
-        self._dispatch(flight, x_MK, self.tilings.dispatch_few if few else self.tilings.dispatch_many, wait=True)
+        self._dispatch(flight, x_MK, self.tilings.dispatch_few if few else self._many, wait=True)
         return self._prepared(flight)
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):

@@ -70,16 +70,17 @@ def main() -> None:
     tilings, made = Tilings(), []
     used: dict[str, list[Tiling]] = {
         "dispatch": [tilings.dispatch_few, tilings.dispatch_many, tilings.dispatch_narrow],
+        "dispatch_fp8": [tilings.dispatch_few, tilings.dispatch_many_fp8, tilings.dispatch_narrow],
         "combine": [tilings.combine_few, tilings.combine_many, tilings.combine_narrow],
     }
     for ranks in (2, 8, 64):
         for phase, several in used.items():
             for t in dict.fromkeys(several):
                 sizes = {"H": 7168, "K": 8, "W": ranks, "TILE": t.tile, "BLOCK": t.block, "PDL": True}
-                for fp8 in (False, True) if phase == "dispatch" else (False,):
-                    more = {"FP8": fp8, "WAIT": True} if phase == "dispatch" else {}
-                    name = f"{phase}{'_fp8' if fp8 else ''} R{ranks} {t.programs}x{t.warps} {t.tile}x{t.block}"
-                    made.append(build(name, getattr(nvlink, phase), t.warps, **sizes, **more))
+                if phase != "combine":
+                    sizes |= {"FP8": phase == "dispatch_fp8", "WAIT": True}
+                name = f"{phase} R{ranks} {t.programs}x{t.warps} {t.tile}x{t.block}"
+                made.append(build(name, getattr(nvlink, phase.removesuffix("_fp8")), t.warps, **sizes))
         made.append(build(f"dispatch_wait R{ranks}", nvlink.dispatch_wait, 1, W=ranks))
     made.append(build("widen", rows.widen, 4, K=8, SHIFT=True, TILE=32))
     made.append(build("quantise", rows.quantise, 4, {"out": "*fp8e4nv"}, H=7168, BLOCK=1024))

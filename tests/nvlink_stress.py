@@ -55,6 +55,7 @@ class InterpretedNvlink(NvlinkPrepareAndFinalize):
         few_tokens=2,
         dispatch_few=SMALL,
         dispatch_many=dataclasses.replace(SMALL, tile=2),
+        dispatch_many_fp8=dataclasses.replace(SMALL, tile=2),
         combine_few=SMALL,
         combine_many=dataclasses.replace(SMALL, tile=4, block=256),
         dispatch_narrow=dataclasses.replace(SMALL, programs=1, block=256),

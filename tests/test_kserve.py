@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -306,3 +307,68 @@ def test_any_message_is_translated_and_checked_or_refused_with_a_typed_error(req
         return
     assert set(checked.sizes) >= set(contents) - set(checked.slices)
     assert pb.HIDDEN_STATES in checked.headers
+
+
+class TestBytesThatAreNoMessage:
+    @pytest.mark.parametrize(
+        ("kind", "method"),
+        [
+            ("unary_unary", "/epserve.v1.Experts/Forward"),
+            ("unary_stream", "/epserve.v1.Experts/HoldRegion"),
+            ("stream_stream", "/epserve.v1.Experts/ForwardStream"),
+            ("unary_unary", "/inference.GRPCInferenceService/ModelInfer"),
+            ("stream_stream", "/inference.GRPCInferenceService/ModelStreamInfer"),
+            ("unary_unary", "/grpc.health.v1.Health/Check"),
+        ],
+    )
+    async def test_they_get_a_typed_status(self, kind, method):
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+            make = getattr(channel, kind)(method)
+            if kind == "stream_stream":
+                call = make()
+                await call.write(b"\xff\xff\xff")
+            else:
+                call = make(b"\xff\xff\xff")
+            error = await status_of(call if kind == "unary_unary" else call.read())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "message: 3 bytes that are not one" in error.details()
+        assert dict(error.trailing_metadata())["epserve-error"] == "InvalidRequest"
+
+    async def test_any_bytes_get_an_answer_or_a_typed_status_and_the_server_goes_on(self):
+        """Mutations of a valid message, over real connections, many at once."""
+        rng = random.Random(1)
+        x = torch.randn(2, 32)
+        forward = pb.ForwardRequest(layer=1, hidden_states=pb.Tensor(dtype=pb.FP32, shape=x.shape, data=raw_bytes(x)))
+        sources = {
+            "/epserve.v1.Experts/Forward": forward.SerializeToString(),
+            "/inference.GRPCInferenceService/ModelInfer": infer(
+                hidden_input(x), raw=[raw_bytes(x)]
+            ).SerializeToString(),
+        }
+        allowed = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"}
+        codes = set()
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+
+            async def one(method: str, payload: bytes) -> None:
+                try:
+                    await channel.unary_unary(method)(payload, timeout=20)
+                    codes.add("OK")
+                except grpc.aio.AioRpcError as error:
+                    codes.add(error.code().name)
+
+            for _ in range(20):
+                calls = []
+                for method, source in sources.items():
+                    for _ in range(25):
+                        payload = bytearray(source)
+                        for _ in range(rng.randint(1, 4)):
+                            payload[rng.randrange(min(len(payload), 60))] = rng.randrange(256)
+                        calls.append(
+                            one(method, bytes(payload[: rng.choice([len(payload), rng.randrange(len(payload))])]))
+                        )
+                await asyncio.gather(*calls)
+            assert codes <= allowed
+            assert {"OK", "INVALID_ARGUMENT"} <= codes
+            for method, source in sources.items():
+                assert await channel.unary_unary(method)(source)
+            assert (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0)

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from epserve import __version__
-from epserve.errors import InvalidRequest, UnknownLayer
+from epserve.errors import EpserveError, InvalidRequest, UnknownLayer
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
@@ -117,6 +117,9 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         try:
             while (task := await answers.get()) is not None:
                 yield await task
+            await reader
+        except EpserveError as error:  # of reading: bytes that are no message
+            await status.abort(context, status.failure_of(error))
         finally:
             for each in (reader, *tasks):
                 each.cancel()

@@ -27,6 +27,7 @@ from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions
 from epserve.serving.servicer import ExpertsServicer
 from epserve.serving.status_page import StatusPage
+from epserve.serving.unreadable import UnreadableMessages
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine
@@ -86,7 +87,7 @@ class Server:
         config = self._config
         credentials = auth.server_credentials(config)
         accounts = Accounts(config.tokens_file)
-        interceptors = [auth.TokenInterceptor(accounts)] if accounts.guarded else []
+        guards = [auth.TokenInterceptor(accounts)] if accounts.guarded else []
         _check_free(config.host, config.port)
         provider = self._tracer_provider
         if provider is None and config.otlp_endpoint:
@@ -94,7 +95,9 @@ class Server:
         observer = self._observer = Observer(
             self._engine, max_expert_series=config.metrics_expert_series, provider=provider
         )
-        server = grpc.aio.server(interceptors=[observer.interceptor(), *interceptors], options=_options(config))
+        server = grpc.aio.server(
+            interceptors=[observer.interceptor(), *guards, UnreadableMessages()], options=_options(config)
+        )
         calls = self._calls = Calls(
             self._engine,
             config,
@@ -131,7 +134,7 @@ class Server:
         await server.start()
         self._server = server
         self._housekeeping = asyncio.create_task(_keep_house(calls))
-        log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, bool(interceptors))
+        log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, accounts.guarded)
 
     async def stop(self, grace: float = 0.0) -> None:
         """NOT_SERVING first, then up to `grace` seconds for accepted calls, then the connections. Idempotent."""

@@ -27,9 +27,10 @@ def up(
     restart: Annotated[bool, typer.Option(help="Restart Ray, and with it every actor, where it already runs.")] = False,
     restart_service: Annotated[bool, typer.Option(help="Restart the service, to apply a new configuration.")] = False,
     check: Annotated[bool, typer.Option(help="Look at every node first and refuse when something is wrong.")] = True,
+    direct: Annotated[bool, typer.Option(help="Run the file's commands over ssh, without `ray up`.")] = False,
 ) -> None:
     """Start Ray on all nodes, wait until every one has joined, then start the service."""
-    _cluster(file).up(restart=restart, restart_service=restart_service, check=check)
+    _cluster(file).up(restart=restart, restart_service=restart_service, check=check, direct=direct)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from epserve.errors import ClusterError, ConfigError
 
 from . import node
 from .diagnosis import check_nodes, check_resources, probe, why_missing
+from .direct import Direct
 from .file import ClusterFile
 from .ssh import Ssh, each
 
@@ -57,17 +58,30 @@ class Cluster:
         self.ssh = Ssh(user=file.ssh_user, key=file.ssh_key, known_hosts=known, proxy=file.ssh_proxy)
         self.remote = str(HOME / file.name)
 
-    def up(self, *, restart: bool = False, restart_service: bool = False, check: bool = True) -> dict[str, Any]:
+    def up(
+        self, *, restart: bool = False, restart_service: bool = False, check: bool = True, direct: bool = False
+    ) -> dict[str, Any]:
         """Returns the service's ready record (host, port, pid; empty without a service). Raises ClusterError.
 
         restart: restart Ray, and with it every actor, where it already runs. restart_service: only the service.
+        direct: run the file's commands over plain ssh instead of `ray up`.
         """
+        if direct and not self.file.local:
+            raise ConfigError(f"provider {self.file.provider}: only `ray up` can make its instances")
         service = self._service_config()  # a wrong configuration is said before anything is started
         running = self._before(service, check=check)
         self._make_token()
-        if running and not restart:
+        keep = bool(running) and not restart
+        if keep:
             self.say("Ray is already up: it and its actors are left alone")
-        self._ray_up(no_restart=running and not restart)
+        if direct:
+            start = time.monotonic()
+            Direct.read(self.file, self.ssh).start(
+                [host for host in self.file.nodes if not keep or host not in running]
+            )
+            self.say(f"the nodes were started in {time.monotonic() - start:.0f} s")
+        else:
+            self._ray_up(no_restart=keep)
         nodes = self._join()
         if service is None:
             return {}
@@ -128,10 +142,13 @@ class Cluster:
     def _service_config(self) -> Config | None:
         return None if self.file.service is None else load_config(self.file.service)
 
-    def _before(self, service: Config | None, *, check: bool) -> bool:
-        """Look at every node at once. Returns whether Ray runs already; raises ClusterError with every problem found."""
+    def _before(self, service: Config | None, *, check: bool) -> list[str]:
+        """Look at every node at once. Returns the nodes whose Ray runs already, none if the head's does not.
+
+        Raises ClusterError with every problem found.
+        """
         if not self.file.local:
-            return bool(self._ray("get-head-ip", check=False))
+            return self._ray("get-head-ip", check=False)
         gcs = self._gcs()
         paths = [str(service.model.path)] if service is not None else []
         facts = each(self.file.nodes, lambda host: probe(self.ssh, host, gcs, paths))
@@ -141,7 +158,8 @@ class Cluster:
         if problems and check:
             raise ClusterError("nothing was started:" + "".join(f"\n  - {problem}" for problem in problems))
         self.say(f"{len(reached)} nodes answer")
-        return bool(reached.get(self.file.head_ip, {}).get("ray"))
+        running = [host for host, fact in reached.items() if fact["ray"]]
+        return running if self.file.head_ip in running else []
 
     def _make_token(self) -> None:
         token = self.file.token_file

@@ -1,0 +1,78 @@
+"""The commands of a cluster file over plain ssh, without `ray up`: no autoscaler runs, and no node heals by itself.
+
+For provider local. What `ray up` does is kept: file mounts, setup commands, start commands, in this order, head first.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from epserve.errors import ClusterError
+
+from .file import ClusterFile
+from .ssh import Ssh, each
+
+AUTOSCALER = re.compile(r"\s--autoscaling-config=\S+")  # points at a file that only `ray up` makes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direct:
+    """Raises ClusterError with every node's reason."""
+
+    file: ClusterFile
+    ssh: Ssh
+    data: dict[str, Any]
+    """The cluster file as it was written."""
+
+    @classmethod
+    def read(cls, file: ClusterFile, ssh: Ssh) -> Direct:
+        return cls(file=file, ssh=ssh, data=yaml.safe_load(file.path.read_text()))
+
+    def start(self, hosts: Sequence[str]) -> None:
+        """Set up and start Ray on these nodes; the others are left alone."""
+        head, limit = self.file.head_ip, self.file.settings.up_timeout_s
+        for kind, group in (("head", [head]), ("worker", self.file.worker_ips)):
+            chosen = [host for host in group if host in hosts]
+            commands = self._commands(kind)
+            done = each(chosen, lambda host, commands=commands: self._prepare(host, commands, limit))  # type: ignore[misc]
+            problems = [str(error) for error in done.values() if isinstance(error, ClusterError)]
+            if problems:
+                raise ClusterError("the nodes could not be set up:" + "".join(f"\n  - {each}" for each in problems))
+
+    def _commands(self, kind: str) -> list[str]:
+        names = ("initialization_commands", "setup_commands", f"{kind}_setup_commands", f"{kind}_start_ray_commands")
+        commands = [command for name in names for command in self.data.get(name, [])]
+        return [AUTOSCALER.sub("", command) for command in commands]
+
+    def _prepare(self, host: str, commands: list[str], limit: float) -> None:
+        for remote, local in self.data.get("file_mounts", {}).items():
+            self._copy(host, local, remote, limit)
+        for command in commands:
+            environment = f"export RAY_HEAD_IP={self.file.head_ip}"
+            done = self.ssh.run(host, f"{environment}; {command}", timeout=limit)
+            if done.returncode != 0:
+                said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
+                raise ClusterError(f"{host}: {command.splitlines()[0][:100]!r} ended with {done.returncode}: {said}")
+
+    def _copy(self, host: str, local: str, remote: str, limit: float) -> None:
+        """As `ray up` does it: a folder's contents, and the folders above a file are made."""
+        source = Path(local).expanduser()
+        slash = "/" if source.is_dir() else ""
+        excludes = [f"--exclude={pattern}" for pattern in self.data.get("rsync_exclude", [])]
+        *ssh, target = self.ssh.words(host)
+        where = remote if slash else str(Path(remote).parent)
+        made = self.ssh.run(host, f"mkdir -p {where}", timeout=60)  # unquoted: ~ is the node's home directory
+        words = ["rsync", "-az", *excludes, "-e", shlex.join(ssh), f"{source}{slash}", f"{target}:{remote}{slash}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False)
+        if made.returncode or done.returncode:
+            raise ClusterError(
+                f"{host}: {local} could not be copied to {remote}: {(made.stderr + done.stderr).strip()[-400:]}"
+            )

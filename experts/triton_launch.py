@@ -220,7 +220,7 @@ class Launcher:
         name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
             "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
         inner, width = (self.K, self.N) if gated else (self.N, self.K)
-                layout = NVMMASharedLayout(128, 8 * x.element_size(), 2)
+        layout = NVMMASharedLayout(128, 8 * x.element_size(), 2)
         key = ("triton", name, "specialised", c.bk)
         if key not in weights.derived:
             rows = E * (2 * width if gated else width)

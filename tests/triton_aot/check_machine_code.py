@@ -1,0 +1,58 @@
+"""Compiled for compute capability 9.0 and looked at: which matrix instructions, and that no register is spilled. Others: that they compile."""
+
+import os
+
+import pytest
+
+from tests.triton_aot import fake_driver
+from tests.triton_aot.compiled import kernels, machine_code
+from tests.triton_cases import Case, special, thick, thin
+
+CAPABILITY = int(os.environ.get("EPSERVE_TEST_CAPABILITY", "90"))
+fake_driver.install(CAPABILITY)
+SIZES = {"hidden": 1024, "intermediate": 512, "local": 8, "total": 8}
+THIN, THICK = thin(16), thick(128, wide=True, expand=True, warps=8)
+THICK_BLOCK = thick(64, expand=True, warps=8, bk=128)
+MMA = {"none": "HGMMA", "int8_channel": "IGMMA"}  # the e4m3 kinds: QGMMA
+
+CASES = [
+    Case(why="16 tokens, swapped, bf16", tokens=8, tiles=THIN, **SIZES),
+    Case(why="16 tokens, swapped, static fp8", tokens=8, scheme="fp8_tensor", tiles=THIN, **SIZES),
+    Case(why="16 tokens, swapped, dynamic fp8", tokens=8, scheme="fp8_tensor", dynamic=True, tiles=THIN, **SIZES),
+    Case(why="16 tokens, swapped, fp8 channel", tokens=8, scheme="fp8_channel", tiles=THIN, **SIZES),
+    Case(why="16 tokens, swapped, fp8 blocks", tokens=8, scheme="fp8_block", tiles=THIN, **SIZES),
+    Case(why="16 tokens, swapped, int8", tokens=8, scheme="int8_channel", tiles=THIN, **SIZES),
+    Case(why="thick, bf16, one accumulator", tokens=600, tiles=THICK, **SIZES),
+    Case(why="thick, fp8 channel", tokens=600, scheme="fp8_channel", tiles=THICK, **SIZES),
+    Case(why="thick, fp8 blocks", tokens=600, scheme="fp8_block", tiles=THICK_BLOCK, **SIZES),
+    Case(why="specialised, bf16", tokens=600, tiles=special(), **SIZES),
+    Case(why="specialised, static fp8", tokens=600, scheme="fp8_tensor", tiles=special(bk=128), **SIZES),
+    Case(why="specialised, fp8 blocks", tokens=600, scheme="fp8_block", tiles=special(bk=128), **SIZES),
+]  # fmt: skip
+FP8 = ("fp8_tensor", "fp8_channel", "fp8_block")
+ELSEWHERE = [
+    case for case in CASES if "specialised" not in case.why and (CAPABILITY >= 89 or case.scheme not in FP8)
+]
+
+
+@pytest.mark.skipif(CAPABILITY != 90, reason="looks at Hopper's instructions")
+@pytest.mark.parametrize("batched", [False, True], ids=["standard", "batched"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_warpgroup_instructions_and_no_spills(case, batched):
+    seen = set()
+    for name, variants in kernels(case, batched=batched).items():
+        for compiled in variants:
+            code = machine_code(compiled)
+            assert "STL" not in code, f"{name} spills registers"
+            if name in ("gate_up", "down", "grouped"):
+                seen.add(name)
+                assert MMA.get(case.scheme, "QGMMA") in code, f"{name} has no warpgroup products"
+                assert "HMMA" not in code and "IMMA" not in code, f"{name} has products of single warps"
+    assert seen
+
+
+@pytest.mark.skipif(CAPABILITY == 90, reason="covered above")
+@pytest.mark.parametrize("case", ELSEWHERE, ids=str)
+def test_compiles_elsewhere(case):
+    found = kernels(case)
+    assert {"gate_up", "down", "weighted_sum"} <= set(found)

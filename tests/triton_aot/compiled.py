@@ -1,0 +1,88 @@
+"""What the Triton experts compile for a GPU that is not there: every kernel of one `apply`, with its machine code."""
+
+import dataclasses
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+
+from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
+from experts.triton_batched import BatchedTritonExperts
+from experts.triton_experts import TritonExperts
+from experts.triton_tiles import BUCKETS, Problem
+from tests.triton_cases import Case
+
+BOOK = HandleBook("test")
+STORED = {"none": None, "int8_channel": torch.int8}  # others: e4m3
+
+
+def stub_weights(case: Case) -> ExpertWeights:
+    """Weights of a few elements: enough where nothing runs."""
+    stored = STORED.get(case.scheme, torch.float8_e4m3fn) or case.dtype
+    scale = None if case.scheme == "none" else torch.empty(64)
+    static = torch.empty(1) if case.scheme == "fp8_tensor" and not case.dynamic else None
+    bias = torch.empty(64, dtype=case.dtype) if case.bias else None
+    w = torch.empty((case.local, 1, 64), dtype=stored)
+    return ExpertWeights(w13_eNK=w, w2_eKN=w, s13=scale, s2=scale, a1=static, a2=static, b13=bias, b2=bias,
+                         activation=case.activation)  # fmt: skip
+
+
+def make(case: Case, *, batched: bool = False):
+    experts = (BatchedTritonExperts if batched else TritonExperts)(case.spec)
+    if case.tiles is not None:
+        experts.table = {Problem.of(case.spec, case.local).key: dict.fromkeys(BUCKETS, case.tiles)}
+    experts.launcher().specialises = case.tiles is not None and case.tiles.specialised
+    return experts
+
+
+def prepare(case: Case, tokens: int, *, quantised: bool = False, shift: int = 0) -> Prepared:
+    """shift: ids start so many bytes / 4 after an aligned address, as rows of a round do."""
+    ids = torch.zeros(tokens * case.top_k + shift, dtype=torch.int32)[shift:].view(tokens, case.top_k)
+    routing = Routing(ids_Mt=ids, weights_Mt=torch.zeros((tokens, case.top_k)))
+    x = torch.empty((tokens, case.hidden), dtype=torch.float8_e4m3fn if quantised else case.dtype)
+    scales = torch.empty((tokens, -(-case.hidden // 128))) if quantised else None
+    return Prepared(x=x, scales=scales, routing=routing, handle=DispatchHandle(BOOK, None))
+
+
+def prepare_batched(case: Case, capacity: int, *, quantised: bool = False) -> Prepared:
+    x = torch.empty((case.local, capacity, case.hidden), dtype=torch.float8_e4m3fn if quantised else case.dtype)
+    scales = torch.empty((case.local, capacity, -(-case.hidden // 128))) if quantised else None
+    counts = torch.zeros(case.local, dtype=torch.int32)
+    return Prepared(x=x, scales=scales, expert_num_tokens=counts, handle=DispatchHandle(BOOK, None))
+
+
+def apply(experts, case: Case, prepared: Prepared, weights: ExpertWeights, spaces: Workspaces) -> None:
+    if prepared.routing is None:
+        shapes = experts.workspace_shapes(0, case.top_k, *prepared.x.shape[:2])
+    else:
+        shapes = experts.workspace_shapes(prepared.x.shape[0], case.top_k, case.local)
+    workspace = spaces.carve(shapes)
+    experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+
+
+def kernels(case: Case, *, batched: bool = False) -> dict[str, list]:
+    """Name -> compiled variants of one `apply`."""
+    experts, found = make(case, batched=batched), {}
+
+    def record(kernel, programs, *args, **constants):
+        compiled = kernel.warmup(*args, grid=(1,), **constants)
+        found.setdefault(compiled.metadata.name, []).append(compiled)
+
+    experts.launcher().launch = record
+    prepared = prepare_batched(case, case.tokens) if batched else prepare(case, case.tokens)
+    apply(experts, case, prepared, stub_weights(case), Workspaces("cpu"))
+    return found
+
+
+def machine_code(compiled) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resized(case: Case, **options) -> Case:
+    return dataclasses.replace(case, **options)

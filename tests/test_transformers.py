@@ -3,6 +3,8 @@
 import copy
 import json
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -317,3 +319,58 @@ def test_fp8_checkpoint(folder, tmp_path):
         remote = load(path, service)
         assert not experts_of(remote)
         assert torch.equal(greedy(remote), greedy(local))
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_client(tmp_path):
+    """In a process of its own, whose peak may grow by the weights that are not experts', and 2 % of them."""
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    added, others, experts = (float(value) for value in run.stdout.split()[-3:])
+    assert experts > others
+    assert added <= 1.02 * others
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+import epserve.transformers
+from epserve.models import open_checkpoint
+from epserve.serving import epserve_pb2 as pb
+
+def write(folder, vocab_size, hidden_size):
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 8}
+    moe = {"moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    with transformers.initialization.no_init_weights():
+        whole = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **moe, head_dim=32))
+    whole.save_pretrained(folder)
+    experts = sum(value.nbytes for name, value in whole.named_parameters() if ".experts." in name)
+    return sum(value.nbytes for value in whole.parameters()) - experts, experts
+
+def load(folder):
+    info = open_checkpoint(folder).info
+    names = ("family", "name", "hidden", "intermediate", "num_experts", "top_k", "layers", "fingerprint")
+    limits = {"dtype": pb.FP32, "max_tokens_per_request": 64, "max_message_bytes": 1 << 20}
+    reply = SimpleNamespace(**{name: getattr(info, name) for name in names}, **limits)
+    with epserve.transformers.connect(SimpleNamespace(model=lambda: reply, close=lambda: None)):
+        remote = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="epserve")
+    return sum(float(value.sum()) for value in remote.parameters()), remote  # touches every page that is mapped only
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+folder = Path(sys.argv[1])
+write(folder / "small", 64, 32)
+load(folder / "small")  # what is imported on the way is not the model's
+others, experts = write(folder / "large", 16384, 512)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
+before = peak()
+kept = load(folder / "large")
+print(peak() - before, others, experts)
+"""

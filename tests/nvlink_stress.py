@@ -100,12 +100,15 @@ class Rank:
         self.rank, self.args, self.random = rank, args, random.Random(1000 * args.seed + rank)
         self.together = random.Random(args.seed)  # draws that all ranks share
         cuda = args.device == "cuda"
-        self.device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+        self.device = torch.device("cuda", 0 if args.one_gpu else rank) if cuda else torch.device("cpu")
         torch.set_num_threads(1)
         if cuda:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=f"file://{args.meet}", rank=rank, world_size=args.world
+            "nccl" if cuda and not args.one_gpu else "gloo",
+            init_method=f"file://{args.meet}",
+            rank=rank,
+            world_size=args.world,
         )
         self.ranks = RankContext(
             rank=rank, world_size=args.world, device=self.device, group=dist.group.WORLD, timeout_s=args.timeout_s
@@ -230,6 +233,51 @@ class Rank:
             f"rank {self.rank}: {self.args.steps} steps, worst error {worst:.2e}, {took:.1f} s, {pf.heap.region.provider}"
         )
 
+    def replay(self) -> None:
+        """A graph of three dispatches and combines, replayed with ids that change each time, some rows going nowhere."""
+        pf, banks = self.make(batches_in_flight=2), 64
+        spec = pf.spec
+        batches = [self.batch(spec, self.args.cap, 8 * self.rank + lane) for lane in range(3)]
+        bank = torch.stack([self.batch(spec, self.args.cap, 1000 + 99 * self.rank + i)[1].ids_Mt for i in range(banks)])
+        outs = [torch.empty_like(x) for x, _ in batches]
+        counts = (self.args.cap,) * self.args.world
+
+        def steps() -> None:
+            for lane, ((x, routing), out) in enumerate(zip(batches, outs, strict=True)):
+                known = counts if lane != 1 else None
+                prepared = pf.prepare(x, routing, quant=spec.quant, tokens_per_rank=known)
+                ids_Mt, weights_Mt = prepared.routing.ids_Mt, prepared.routing.weights_Mt
+                factor_Mt = (ids_Mt + 1 + spec.layout.offsets[self.rank]) * weights_Mt
+                share = torch.where(ids_Mt >= 0, factor_Mt, 0.0).sum(1, keepdim=True)
+                prepared.output.copy_(prepared.x.float() * share)
+                pf.finalize(prepared.handle, prepared.output, reduce=TopKWeightAndReduceNoOP(), out_MK=out)
+
+        for _, routing in batches:
+            routing.weights_Mt.nan_to_num_(0.5)  # the ids under them change
+        steps()
+        self.settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            steps()
+        worst, began = torch.zeros((), device=self.device), time.monotonic()
+        for turn in range(self.args.replays):
+            for lane, (_, routing) in enumerate(batches):
+                routing.ids_Mt.copy_(bank[self.random.randrange(banks) if lane else turn % banks])
+            graph.replay()
+            lane = turn % 3
+            want = expected(*batches[lane], False)
+            error = (outs[lane].float() - want).norm() / want.norm().clamp(min=1e-6)
+            worst = torch.maximum(worst, error.nan_to_num(nan=float("inf")))
+            if turn % 1000 == 999:
+                self.settle()
+                pf.check()
+        self.settle()
+        pf.check()
+        took = time.monotonic() - began
+        assert worst.item() < self.args.tolerance, worst.item()
+        pf.close()
+        print(f"rank {self.rank}: {self.args.replays} replays of 3 steps, worst error {worst.item():.2e}, {took:.1f} s")
+
     def too_many(self, pf: NvlinkPrepareAndFinalize) -> None:
         """One batch more than batches_in_flight is refused on every rank, before anything is sent."""
         x, routing = self.batch(pf.spec, 1, 1)
@@ -308,7 +356,10 @@ def main(rank: int, args) -> None:
         here = Rank(rank, args)
         if args.lose:
             here.lose_one()
-        here.stress()
+        if args.replays:
+            here.replay()
+        else:
+            here.stress()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -336,6 +387,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-step", type=int, default=0, help="2**31 - 3 or 2**19 - 3: flags of a phase wrap soon")
     parser.add_argument("--lose", choices=("dispatch", "combine"), help="kill the last rank before this phase")
+    parser.add_argument("--replays", type=int, default=0, help="replays of a CUDA graph, instead of random steps")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU, which they share by turns")
     parser.add_argument("--provider", choices=tuple(PROVIDERS))
     parser.add_argument("--meet", required=True, help="a path that does not exist, where the ranks find each other")
     return parser.parse_args()

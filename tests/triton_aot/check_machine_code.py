@@ -28,6 +28,7 @@ CASES = [
     Case(why="specialised, bf16", tokens=600, tiles=special(), **SIZES),
     Case(why="specialised, static fp8", tokens=600, scheme="fp8_tensor", tiles=special(bk=128), **SIZES),
     Case(why="specialised, fp8 blocks", tokens=600, scheme="fp8_block", tiles=special(bk=128), **SIZES),
+    Case(why="specialised, fp8 blocks, rescaled", tokens=600, scheme="fp8_block", tiles=special(bk=128, rescale=True), **SIZES),
 ]  # fmt: skip
 FP8 = ("fp8_tensor", "fp8_channel", "fp8_block")
 ELSEWHERE = [

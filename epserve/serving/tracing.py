@@ -137,15 +137,14 @@ class Tracing:
             return None
         from opentelemetry.trace import Link, set_span_in_context
 
-        offset = time.time() - time.monotonic()
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(parent),
-            start_time=_nanoseconds(start + offset),
+            start_time=_unix_ns(start),
             links=[Link(other.get_span_context()) for other in links],
             attributes=_prefixed(attributes),
         )
-        span.end(_nanoseconds(end + offset))
+        span.end(_unix_ns(end))
         return span
 
     def step(self, record: Any) -> None:
@@ -191,5 +190,6 @@ def _prefixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {f"epserve.{name}": value for name, value in attributes.items()}
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+def _unix_ns(monotonic_s: float) -> int:
+    """Anew for each span: the system's clock may be set meanwhile."""
+    return round(monotonic_s * 1e9) + time.time_ns() - time.monotonic_ns()

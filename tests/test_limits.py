@@ -405,3 +405,27 @@ class TestFp8:
     def test_with_a_region_it_makes_no_sense(self):
         with pytest.raises(InvalidRequest, match="a region sends none"):
             OutgoingRequest(1, torch.zeros(2, 256), None, None, request_id="", region=object(), wire_format="fp8")
+
+
+async def test_replies_tell_what_waiting_and_steps_took():
+    """The engine's records arrive before its results; a long request runs in several steps."""
+    from epserve.runtime.records import StepPart, StepRecord
+
+    async def in_two_steps(batch):
+        for started, ended in ((10.5, 11.0), (10.75, 11.5)):
+            part = StepPart(request_id=batch.request_id, tokens=1, queued=10.25)
+            other = StepPart(request_id="somebody's", tokens=1, queued=0.0)
+            record = StepRecord(
+                step=1, layer=1, mode="block", tokens_per_rank=(2,), started=started, ended=ended, parts=(other, part)
+            )
+            for callback in engine.step_callbacks:
+                callback(record)
+        return batch.hidden
+
+    engine = FakeEngine(in_two_steps)
+    async with serving(engine) as server, connect(server) as channel:
+        stub = pb_grpc.ExpertsStub(channel)
+        timings = (await stub.Forward(message(torch.ones(1, 32)))).timings
+        empty = (await stub.Forward(message(torch.ones(0, 32)))).timings
+    assert (timings.queue_us, timings.steps_us) == (250_000, 1_000_000)
+    assert (empty.queue_us, empty.steps_us) == (0, 0)

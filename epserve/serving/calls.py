@@ -23,6 +23,7 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
 from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions, Slice
+from epserve.serving.step_times import StepTimes, Times
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine  # imports Ray; the front end needs its methods only
@@ -71,6 +72,8 @@ class Calls:
         self.draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._step_times = StepTimes()
+        engine.on_step(self._step_times.record)
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count(1)
 
@@ -148,7 +151,7 @@ class Calls:
         watch = self.observer.request(
             checked.request_id, layer=checked.layer, tokens=checked.tokens, received=checked.nbytes
         )
-        status = "CANCELLED"
+        status, times = "CANCELLED", Times()
         try:
             async with asyncio.timeout_at(deadline):
                 decoded = await _maybe_in_thread(checked.nbytes, self.door.decode, checked, buffers)
@@ -165,14 +168,18 @@ class Calls:
                         client=caller.name,
                         trace=watch.trace,
                     )
-                    out = await self.engine.forward(batch)
+                    with self._step_times.of(checked.request_id) as times:
+                        out = await self.engine.forward(batch)
                 else:
                     out = decoded.hidden  # no rows: nothing to ask of the ranks
                 computed_at = time.perf_counter()
                 tensors = await _maybe_in_thread(out.nbytes, codec.encode_reply, out, checked)
             engine_s = computed_at - decoded_at
             timings = pb.Timings(
-                codec_us=round((time.perf_counter() - started - engine_s) * 1e6), engine_us=round(engine_s * 1e6)
+                codec_us=round((time.perf_counter() - started - engine_s) * 1e6),
+                engine_us=round(engine_s * 1e6),
+                queue_us=round(max(times.queued, 0) * 1e6),
+                steps_us=round(times.steps * 1e6),
             )
             watch.sent, status = out.nbytes, "OK"
             return tensors, pb.ForwardReply(request_id=checked.request_id, timings=timings)

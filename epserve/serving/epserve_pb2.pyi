@@ -106,12 +106,16 @@ class ForwardReply(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("codec_us", "engine_us")
+    __slots__ = ("codec_us", "engine_us", "queue_us", "steps_us")
     CODEC_US_FIELD_NUMBER: _ClassVar[int]
     ENGINE_US_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    STEPS_US_FIELD_NUMBER: _ClassVar[int]
     codec_us: int
     engine_us: int
-    def __init__(self, codec_us: _Optional[int] = ..., engine_us: _Optional[int] = ...) -> None: ...
+    queue_us: int
+    steps_us: int
+    def __init__(self, codec_us: _Optional[int] = ..., engine_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., steps_us: _Optional[int] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("field", "data")

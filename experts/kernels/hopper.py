@@ -137,8 +137,8 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, step, row0, count, block, layou
 @gluon.jit
 def _sum_rescaled(rows, xs, ws, a, b, full, empty, step, row0, count, block, layout: gl.constexpr, NEXT: gl.constexpr,
                   NK: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """The same with the sums kept in the tensor core: before a product is added, the sum is brought to its scale. Products
-    follow each other without a gap; sums have the tensor core's precision, as with one scale a tensor.
+    """The same with the sums kept in the tensor core: before a product is added, the sum is brought to its scale. There is
+    one gap a step instead of two; sums have the tensor core's precision, as with one scale a tensor.
 
     The smallest scale that counts is 1e-20: a block of zeros may come with scale 0.
     """
@@ -153,25 +153,21 @@ def _sum_rescaled(rows, xs, ws, a, b, full, empty, step, row0, count, block, lay
     for kb in range(NK):
         s = step % STAGES
         phase = (step // STAGES) & 1
-        nx = gl.minimum(kb + 1, NK - 1)
-        sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=1.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
+        acc0 = acc0 * gl.expand_dims(old0 / s0, 1)
+        acc1 = acc1 * gl.expand_dims(old1 / s1, 1)
         mbarrier.wait(full.index(2 * s), phase)
         x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
-        acc0 = _here(acc0 * gl.expand_dims(old0 / s0, 1))
         acc0 = warpgroup_mma(x, b.index(2 * s).permute((1, 0)), acc0, is_async=True)
-        acc1, acc0 = warpgroup_mma_wait(1, deps=[acc1, acc0])
-        barrier_of_warps()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
-        acc1 = _here(acc1 * gl.expand_dims(old1 / s1, 1))
         mbarrier.wait(full.index(2 * s + 1), phase)
         acc1 = warpgroup_mma(x, b.index(2 * s + 1).permute((1, 0)), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(1, deps=[acc0, acc1])
+        nx = gl.minimum(kb + 1, NK - 1)
+        sa, s0_next, s1_next = gl.load(sa_at + nx, mask=real, other=1.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         old0, old1 = s0, s1
-        s0, s1 = gl.maximum(sa2 * s02, 1e-20), gl.maximum(sa2 * s12, 1e-20)
+        s0, s1 = gl.maximum(sa * s0_next, 1e-20), gl.maximum(sa * s1_next, 1e-20)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        barrier_of_warps()
+        mbarrier.arrive(empty.index(s), count=1)
         step += 1
-    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-    barrier_of_warps()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     return acc0 * gl.expand_dims(old0, 1), acc1 * gl.expand_dims(old1, 1), step
 
 

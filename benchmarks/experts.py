@@ -37,6 +37,7 @@ from benchmarks.expert_inputs import (
     make_weights,
     relative_error,
 )
+from benchmarks.torch_peer import TorchGroupedMM
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_compiles import COUNTER
@@ -180,20 +181,30 @@ def measure(kernel: Standard, shape: Shape, dtype: str, m: int, skew: str) -> di
     return result
 
 
-def compare(name: str, dtype: str, m: int, result: dict, stored: dict) -> dict:
+def calibrate(peer: TorchGroupedMM | None, shape: Shape, m: int, skew: str) -> float | None:
+    """torch's grouped GEMMs on the same inputs, in us."""
+    if peer is None:
+        return None
+    sets = 8 if m <= 64 else 4 if m <= 1024 else 2
+    return time_graph(peer.run, [make_inputs(shape, m, "cuda", m * 100 + i, skew) for i in range(sets)])[0]
+
+
+def compare(name: str, dtype: str, m: int, result: dict, gmm_us: float | None, stored: dict) -> dict:
     """One cell of the report: the measured time beside the stored ones."""
     cell = {"shape": name, "dtype": dtype, "M": m, **result}
     known = stored.get((name, dtype, m), {})
     if known and result["floor_us"] and not math.isclose(result["floor_us"], float(known["floor_us"]), rel_tol=1e-3):
         cell["error"] = "the inputs are not those of the stored run"
     cell["best_peer"], cell["best_us"] = known.get("best_peer"), float(known.get("best_us", 0)) or None
+    cell["gmm_us"], known_gmm = gmm_us, known.get("torch_gmm")
+    cell["gmm_drift"] = gmm_us / float(known_gmm) if gmm_us and known_gmm else None
     for ratio, base in (("x_floor", "floor_us"), ("x_best", "best_us")):
         cell[ratio] = cell["us"] / cell[base] if cell["us"] and cell[base] and not cell["error"] else None
     return cell
 
 
 def print_cell(cell: dict) -> None:
-    ratios = " ".join(f"{cell[name] or math.nan:6.3f}" for name in ("x_floor", "x_best"))
+    ratios = " ".join(f"{cell[name] or math.nan:6.3f}" for name in ("x_floor", "x_best", "gmm_drift"))
     line = f"{cell['shape']:10} {cell['dtype']:10} {cell['M']:5d} {cell['us'] or math.nan:8.1f} {ratios}"
     print(f"{line} {cell['err'] or math.nan:.1e}" + (f"  FAILED {cell['error']}" if cell["error"] else ""), flush=True)
 
@@ -227,6 +238,7 @@ def main() -> int:
     parser.add_argument("--ms", nargs="+", type=int, default=MS)
     parser.add_argument("--skew", choices=["uniform", "hot", "zipf"], default="uniform")
     parser.add_argument("--format", choices=FORMATS, default="standard")
+    parser.add_argument("--calibrate", nargs="*", type=int, default=[], help="token counts at which torch is timed too")
     parser.add_argument("--table", type=Path, help="a tuned table instead of the shipped one")
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -248,14 +260,17 @@ def main() -> int:
         for dtype in options.dtypes:
             shape = SHAPES[name]
             kernel = FORMATS[options.format](shape, dtype, make_weights(shape, dtype, "cuda"), table)
+            peer = TorchGroupedMM(kernel.weights, shape.topk) if dtype != "fp8_block" else None
             for m in options.ms:
-                report["cells"].append(compare(name, dtype, m, measure(kernel, shape, dtype, m, options.skew), stored))
+                result = measure(kernel, shape, dtype, m, options.skew)
+                gmm_us = calibrate(peer if m in options.calibrate else None, shape, m, options.skew)
+                report["cells"].append(compare(name, dtype, m, result, gmm_us, stored))
                 print_cell(report["cells"][-1])
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1))
-            del kernel
+            del kernel, peer
             torch.cuda.empty_cache()
-    print(*(summarise(report["cells"], ratio) for ratio in ("x_floor", "x_best")), sep="\n")
+    print(*(summarise(report["cells"], ratio) for ratio in ("x_floor", "x_best", "gmm_drift")), sep="\n")
     failed = sum(cell["error"] is not None for cell in report["cells"])
     print(f"{failed} of {len(report['cells'])} cells failed, {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0

@@ -125,7 +125,8 @@ def _thick(first, second, *, size: int, block: bool) -> None:
             continue
         first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True)
         first(bn=64, bk=bk, group=group, warps=4, stages=3, wide=True)
-        first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=True, flat=True)
+        if group == 8:
+            first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=True, flat=True)
         second(bn=256, bk=bk, group=group, warps=8, stages=4, flat=True)
         second(bn=128, bk=bk, group=group, warps=4, stages=3)
         second(swap=True, bn=128, bk=bk, group=group, warps=8, stages=4)

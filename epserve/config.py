@@ -49,6 +49,19 @@ class EngineConfig(_Section):
     """Send rows in fp8 where the checkpoint and the backend both allow it."""
     experts_per_rank: tuple[int, ...] = ()
     """Physical experts on each rank; empty: as even as it gets."""
+    redundant_experts: Annotated[int, Field(ge=0)] = 0
+    """Slots beyond one for each expert of a layer: copies of busy experts. As many as the model has experts: each has two
+    copies on two ranks, and the loss of one rank is bridged without a spare."""
+    spares: Annotated[int, Field(ge=0)] = 0
+    """Started processes, one GPU each on GPU hosts, that take over from ranks that die or hang."""
+    spare_weights: Literal["checkpoint", "host"] = "checkpoint"
+    """Where a spare gets its experts: read when it takes over, or from copies of all experts that it keeps in host memory."""
+    when_experts_missing: Literal["wait", "refuse"] = "wait"
+    """While a rank without spare or copies is replaced: requests wait until their deadline, or get UNAVAILABLE at once."""
+    rebalance_every_s: Annotated[float, Field(ge=0)] = 0.0
+    """Look at the load of experts so often and move them where that pays; 0: only when asked."""
+    rebalance_above: Annotated[float, Field(ge=1)] = 1.2
+    """The timer moves a layer's experts where the busiest rank has more than this times the mean."""
 
 
 class ClusterConfig(_Section):
@@ -75,6 +88,9 @@ class SchedulerConfig(_Section):
     """Most tokens that are joined into one step, over all ranks."""
     join_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """How long a step may wait for more requests while the ranks are idle."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 5.0
+    """A rank that is silent for so long counts as hung: its process is killed and replaced. Lower is quicker, and on a
+    crowded machine riskier."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A step that takes longer counts as hung: its ranks are replaced."""
     default_deadline_s: Annotated[float, Field(gt=0)] = 60.0

@@ -6,8 +6,9 @@ P physical experts of all ranks, L most replicas of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,7 +30,7 @@ class Placement:
     replicas: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     """Of each logical expert: its physical slots, ascending."""
     is_identity: bool = field(init=False, repr=False)
-    _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False)
+    _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False, hash=False)
 
     def __post_init__(self):
         if len(self.physical_to_logical) != self.layout.num_experts:
@@ -58,6 +59,46 @@ class Placement:
                 f" make it add up to {num_experts} or leave it empty"
             )
         return cls(num_logical=num_experts, layout=layout, physical_to_logical=tuple(range(num_experts)))
+
+    @classmethod
+    def spread(
+        cls, num_experts: int, layout: ExpertLayout, *, loads: Sequence[float] = (), version: int = 0
+    ) -> Placement:
+        """Copies by load, on ranks by load (`pack_slots`). Without redundancy and loads: identity."""
+        if layout.num_experts == num_experts and not loads:
+            slots = tuple(range(num_experts))
+        else:
+            slots = pack_slots(loads or [1.0] * num_experts, layout)
+        return cls(version=version, num_logical=num_experts, layout=layout, physical_to_logical=slots)
+
+    def without(self, ranks: Collection[int], *, version: int) -> Placement | None:
+        """What is left when `ranks` are gone, the others numbered anew; None where an expert has no copy left."""
+        kept = [rank for rank in range(self.layout.num_ranks) if rank not in ranks]
+        slots = tuple(expert for rank in kept for expert in self.experts_of(rank))
+        if len(set(slots)) < self.num_logical:
+            return None
+        layout = ExpertLayout(counts=tuple(self.layout.counts[rank] for rank in kept))
+        return Placement(version=version, num_logical=self.num_logical, layout=layout, physical_to_logical=slots)
+
+    def reordered(self, ranks: Sequence[int]) -> Placement:
+        """The same with rank `ranks[r]` as rank r."""
+        slots = tuple(expert for rank in ranks for expert in self.experts_of(rank))
+        layout = ExpertLayout(counts=tuple(self.layout.counts[rank] for rank in ranks))
+        return replace(self, layout=layout, physical_to_logical=slots)
+
+    def with_version(self, version: int) -> Placement:
+        return replace(self, version=version)
+
+    def rank_loads(self, loads: Sequence[float]) -> list[float]:
+        """What each rank computes when logical experts get `loads`, shared evenly over their copies."""
+        shares = [loads[expert] / len(self.replicas[expert]) for expert in self.physical_to_logical]
+        bounds = self.layout.offsets
+        return [sum(shares[start:end]) for start, end in itertools.pairwise(bounds)]
+
+    def imbalance(self, loads: Sequence[float]) -> float:
+        """The busiest rank against the mean; 1.0 is perfect, and what idle ranks have."""
+        per_rank = self.rank_loads(loads)
+        return max(per_rank) * len(per_rank) / total if (total := sum(per_rank)) else 1.0
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Logical ids of the experts that `rank` holds, in slot order: what a checkpoint loads for it."""
@@ -153,6 +194,25 @@ def rebalance_hierarchical(
         for rank in balanced_packing(shares, num_ranks // num_nodes):
             slots += [experts[replicas[item]] for item in rank]
     return tuple(slots)
+
+
+def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
+    """`physical_to_logical` for any layout, ranks of different sizes included.
+
+    Copies go to the highest load per copy, then the heaviest copy first to the least loaded rank with room. A rank gets a
+    second copy of an expert only where nothing else is possible: copies on one rank would be lost together.
+    """
+    experts, copies = replicate_experts(loads, layout.num_experts)
+    shares = [loads[expert] / copies[expert] for expert in experts]
+    held: list[list[int]] = [[] for _ in layout.counts]
+    totals = [0.0] * layout.num_ranks
+    # Copies of one expert come one after the other, those with most copies first: they are hardest to keep apart.
+    for item in sorted(range(len(experts)), key=lambda i: (-shares[i], -copies[experts[i]], experts[i])):
+        room = [rank for rank, count in enumerate(layout.counts) if len(held[rank]) < count]
+        rank = min(room, key=lambda r: (experts[item] in held[r], totals[r], len(held[r]), r))
+        held[rank].append(experts[item])
+        totals[rank] += shares[item]
+    return tuple(expert for rank in held for expert in rank)
 
 
 def rebalance(

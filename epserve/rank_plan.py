@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from epserve.errors import ConfigError, Incompatible
 from epserve.models import ModelInfo
 from epserve.modular_kernel import (
     Backends,
+    ExpertLayout,
     ExpertShape,
     FusedMoEExpertsModular,
     FusedMoEMethodBase,
@@ -82,7 +83,7 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         raise ConfigError(
             f"experts_per_rank lists {len(engine.experts_per_rank)} ranks, engine.ranks is {engine.ranks}"
         )
-    placement = Placement.identity(info.num_experts, engine.experts_per_rank or engine.ranks)
+    placement = first_placement(config, info)
     shape = ExpertShape(
         hidden=info.hidden,
         intermediate=info.intermediate,
@@ -111,6 +112,44 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         ),
         method=method_for(info.quant.scheme),
     )
+
+
+def first_placement(config: Config, info: ModelInfo) -> Placement:
+    """Of every layer, before any load is known."""
+    engine, slots = config.engine, info.num_experts + config.engine.redundant_experts
+    if not engine.redundant_experts:
+        return Placement.identity(info.num_experts, engine.experts_per_rank or engine.ranks)
+    layout = ExpertLayout.even(slots, engine.ranks)
+    if engine.experts_per_rank:
+        layout = ExpertLayout(counts=engine.experts_per_rank)
+    if layout.num_experts != slots:
+        raise ConfigError(
+            f"experts_per_rank {layout.counts} holds {layout.num_experts} experts, the model has {info.num_experts} and"
+            f" redundant_experts is {engine.redundant_experts}; make it add up to {slots} or leave it empty"
+        )
+    return Placement.spread(info.num_experts, layout)
+
+
+def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
+    """Raises Incompatible where no pair of backends serves the planned layers with this layout."""
+    spec, engine = plan.spec, config.engine
+    shape = replace(spec.shape, num_experts=layout.num_experts)
+    choose_backends(
+        replace(spec, shape=shape, layout=layout),
+        all2all_name=engine.all2all,
+        experts_name=engine.experts,
+        combine_order=engine.combine_order,
+        here=False,
+    )
+
+
+def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:
+    """The same service on `len(counts)` ranks that hold `counts` physical experts."""
+    redundant = sum(counts) - num_experts
+    engine = config.engine.model_copy(
+        update={"ranks": len(counts), "experts_per_rank": tuple(counts), "redundant_experts": redundant}
+    )
+    return config.model_copy(update={"engine": engine})
 
 
 def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:

@@ -4,7 +4,10 @@ worker = Worker(config, ranks)    checks the configuration; no weight is read, n
 worker.load()                     reads this rank's experts, gates and shared experts
 worker.warm_up()                  collective: builds the kernel, compiles, runs real steps
 worker.step(plan, x, ids, w)      collective
+worker.arrange(rank, arrangement) another rank, number of ranks or placement: keeps what it holds, reads what it lacks
 worker.regroup(ranks)             after a failure: another process group, the same weights; warm_up() comes next
+worker.stage(layer, placement)    while serving: the layer's experts of another placement, beside the present ones
+worker.adopt(layer, version)      the staged placement is the present one; the other one is freed
 worker.close()                    collective
 """
 
@@ -13,13 +16,16 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from epserve import rank_plan
 from epserve.config import Config
-from epserve.errors import InternalError
+from epserve.errors import CheckpointError, InternalError
 from epserve.expert_load import LoadCounter
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
@@ -32,9 +38,18 @@ from epserve.modular_kernel import (
     Workspaces,
 )
 from epserve.phases import IDLE, PhaseClock
-from epserve.placement import to_physical
+from epserve.placement import Placement, to_physical
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
+
+
+STAGING_MARGIN = 1.25  # free memory against the bytes of one layer: what else grows meanwhile must not fail
+
+
+class LayerSource(Protocol):
+    """A checkpoint, or copies of it."""
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +64,16 @@ class StepPlan:
     layer: int
     mode: str
     tokens_per_rank: tuple[int, ...]
+    placement: int = 0
+    """Version of the layer's placement: no step mixes two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How many ranks there are and which experts each holds, layer by layer. All layers share one layout."""
+
+    config: Config
+    placements: Mapping[int, Placement]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +98,15 @@ class Counters:
     slots: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """A layer of the next placement. `experts`: what was read, whatever became of the rank's number since."""
+
+    placement: Placement
+    experts: tuple[int, ...]
+    weights: LayerWeights
+
+
 class StepError(InternalError):
     """A step failed on one rank; `__cause__` says why."""
 
@@ -94,16 +128,31 @@ def _rebuild_step_error(text: str, rank: int, step: int, phase: str) -> StepErro
 class Worker:
     """`ranks.group` must be initialised before warm_up() where there are several ranks."""
 
-    def __init__(self, config: Config, ranks: RankContext):
-        """Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read."""
+    def __init__(
+        self,
+        config: Config,
+        ranks: RankContext,
+        *,
+        placements: Mapping[int, Placement] | None = None,
+        source: LayerSource | None = None,
+    ):
+        """placements: of each layer; none: the first ones that the configuration gives. source: whoever reads the weights.
+
+        Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read.
+        """
         self.config, self.ranks = config, ranks
         self.checkpoint = open_checkpoint(config.model.path, config.model.dtype)
         self.info = self.checkpoint.info
+        self._source: LayerSource = source or self.checkpoint
+        self._checkpoint_stamp = _stamp(config.model.path)
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
+        self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
         self.load_counter = LoadCounter(self.plan.layers, self.plan.placement.layout.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
         self._method: FusedMoEMethodBase | None = None
         self._kernel: FusedMoEModularKernel | None = None
         self._experts: FusedMoEExpertsModular | None = None  # these two outlive a regroup
@@ -126,14 +175,16 @@ class Worker:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Logical ids of this rank's slots."""
-        return self.plan.placement.experts_of(self.ranks.rank)
+        """Logical ids of this rank's slots, in the first layer served."""
+        return self.placements[self.plan.layers[0]].experts_of(self.ranks.rank)
 
     def load(self) -> LoadReport:
         start = time.perf_counter()
         self.phase = "load"
         for layer in self.plan.layers:
-            self._layers[layer] = self.checkpoint.load_layer(layer, self.experts, self.ranks.device)
+            self._layers[layer] = self._read(layer, self.placements[layer], self.ranks)
+            self._unprepared.add(layer)
+        self._source = self.checkpoint  # copies in host memory have done their duty
         self.phase = "idle"
         return LoadReport(
             rank=self.ranks.rank,
@@ -167,7 +218,8 @@ class Worker:
         ids_Mt, weights_Mt = torch.zeros(routed, dtype=torch.int32), torch.ones(routed)
         counters = self.counters
         for layer in self._layers:
-            plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens)
+            version = self.placements[layer].version
+            plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
             self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
         if (counter := _compile_counter()) is not None:
@@ -212,20 +264,70 @@ class Worker:
 
     def regroup(self, ranks: RankContext) -> None:
         """Take another process group; warm_up() comes next."""
-        assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "a rank keeps its place and device"
+        assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "arrange() gives another place"
         self.leave()
         self.ranks = ranks
+
+    def arrange(self, rank: int, arrangement: Arrangement) -> None:
+        """Not collective; leave() came before, regroup() comes next. What is staged is taken where it fits, else dropped."""
+        assert self._kernel is None, "leave() comes first"
+        ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
+        device = ranks.device.type
+        for layer, placement in arrangement.placements.items():
+            present, staged = self.placements[layer], self._staged.pop(layer, None)
+            wanted = placement.experts_of(rank)
+            if staged is not None and staged.experts == wanted:
+                self._layers[layer] = staged.weights
+            elif present.experts_of(self.ranks.rank) != wanted:
+                self._layers.pop(layer, None)  # freed before the new ones are read
+                self._layers[layer] = self._read(layer, placement, ranks)
+                self._unprepared.add(layer)
+        if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
+            self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
+            self._method = self._experts = self._workspaces = None  # made for another number of experts
+            self.load_counter = LoadCounter(self.plan.layers, self.plan.spec.layout.num_experts, ranks.device)
+        self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
+
+    def stage(self, layer: int, placement: Placement) -> bool:
+        """Not collective; steps may run meanwhile. False: there is no memory for it, and nothing has changed.
+
+        Raises CheckpointError where the checkpoint is not the one that was loaded any more.
+        """
+        assert self._method is not None and placement.layout == self.plan.spec.layout, "warm_up() comes first"
+        needed = self.weights_bytes // len(self._layers)
+        if _free_bytes(self.ranks.device) < needed * STAGING_MARGIN:
+            return False
+        read = self._read(layer, placement, self.ranks)
+        ready = self._method.process_weights_after_loading(read.experts)
+        experts = placement.experts_of(self.ranks.rank)
+        self._staged[layer] = _Staged(placement=placement, experts=experts, weights=replace(read, experts=ready))
+        return True
+
+    def adopt(self, layer: int, version: int) -> None:
+        """No step of the old placement may follow. Without a staged one of this version: nothing happens."""
+        if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
+            self.placements[layer], self._layers[layer] = staged.placement, staged.weights
+            del self._staged[layer]
+
+    def unstage(self, layer: int) -> None:
+        self._staged.pop(layer, None)
+
+    def _read(self, layer: int, placement: Placement, ranks: RankContext) -> LayerWeights:
+        if _stamp(self.config.model.path) != self._checkpoint_stamp:
+            raise CheckpointError(f"{self.config.model.path} has changed since the start: restart the service")
+        return self._source.load_layer(layer, placement.experts_of(ranks.rank), ranks.device)
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""
         manager = self._method.manager if self._method is not None else None
         self._layers.clear()
+        self._staged.clear()
         self._kernel = self._method = self._experts = self._workspaces = None
         if manager is not None:
             manager.destroy()
 
     def _step(self, plan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
-        weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
+        placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
         device, shared = self.ranks.device, None
         self.phase = "copy in"
         x_MK = x_MK.to(device, non_blocking=True)
@@ -235,7 +337,7 @@ class Worker:
         else:
             routing = Routing(ids_Mt=ids_Mt.to(device).contiguous(), weights_Mt=weights_Mt.to(device).contiguous())
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
-        physical = to_physical(routing, self.plan.placement, token_offset=first)
+        physical = to_physical(routing, placement, token_offset=first)
         if plan.step >= 0:  # warm-up's tokens are nobody's
             self.load_counter.add(plan.layer, physical.ids_Mt)
         assert self._kernel is not None
@@ -248,7 +350,7 @@ class Worker:
         )
         return out_MK
 
-    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> LayerWeights:
+    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
         """The plan against what came: a mismatch here is a defect of the scheduler, not of a caller."""
         rank, shape = self.ranks.rank, self.plan.spec.shape
         if self._kernel is None:
@@ -264,7 +366,12 @@ class Worker:
             raise InternalError(f"mode {plan.mode!r} is not 'block' or 'routed'")
         if (plan.mode == "routed") != (ids_Mt is not None and weights_Mt is not None):
             raise InternalError(f"mode {plan.mode!r} with ids {ids_Mt is not None}, weights {weights_Mt is not None}")
-        return self._layers[plan.layer]
+        held = {self.placements[plan.layer].version: (self.placements[plan.layer], self._layers[plan.layer])}
+        if (staged := self._staged.get(plan.layer)) is not None:
+            held[staged.placement.version] = staged.placement, staged.weights
+        if plan.placement not in held:
+            raise InternalError(f"placement {plan.placement} of layer {plan.layer} is not here (here: {sorted(held)})")
+        return held[plan.placement]
 
     def _build(self) -> None:
         """The kernel on the present group."""
@@ -276,19 +383,40 @@ class Worker:
         if self._experts is None:
             self._kernel = self._method.init_prepare_finalize(self.ranks, options)
             self._experts, self._workspaces = self._kernel.fused_experts, self._kernel.workspaces
-            for layer, weights in self._layers.items():
-                ready = self._method.process_weights_after_loading(weights.experts)
-                self._layers[layer] = replace(weights, experts=ready)
+            self._prepare()
             return
         prepare_finalize = self._method.maybe_make_prepare_finalize(self.ranks, options)
         assert prepare_finalize is not None
         self._kernel = FusedMoEModularKernel(prepare_finalize, self._experts, workspaces=self._workspaces)
         self._method.kernel = self._kernel
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Let the experts class see the layers that were read since."""
+        assert self._method is not None
+        for layer in sorted(self._unprepared & set(self._layers)):
+            weights = self._layers[layer]
+            ready = self._method.process_weights_after_loading(weights.experts)
+            self._layers[layer] = replace(weights, experts=ready)
+        self._unprepared.clear()
 
     def _peak_bytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes whenever a file of the checkpoint is written anew."""
+    files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
 
 
 def _compile_counter():

@@ -101,6 +101,9 @@ def test_shards_and_hand_out_put_every_row_where_it_belongs(top_k, num_ranks):
 class FakeRanks:
     """Adds the layer number to each row; `fail` takes exceptions for the next steps, `gate` holds steps back."""
 
+    num_ranks = 2
+    experts_missing = False
+
     def __init__(self):
         self.serving = asyncio.Event()
         self.serving.set()
@@ -125,7 +128,7 @@ async def ranks():
 
 @pytest.fixture
 async def scheduler(ranks):
-    scheduler = Scheduler(SchedulerConfig(max_step_tokens=8, max_queued_tokens=40), ranks, num_ranks=2)
+    scheduler = Scheduler(SchedulerConfig(max_step_tokens=8, max_queued_tokens=40), ranks)
     yield scheduler
     await scheduler.close()
 
@@ -241,7 +244,7 @@ async def test_a_defect_is_reported_to_the_callers_of_that_step_only(scheduler, 
 
 
 async def test_close_answers_whoever_waits(ranks):
-    scheduler = Scheduler(SchedulerConfig(), ranks, num_ranks=2)
+    scheduler = Scheduler(SchedulerConfig(), ranks)
     ranks.gate.clear()
     calls = [asyncio.ensure_future(scheduler.submit(batch(2, layer=layer))) for layer in range(5)]
     await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Cluster:
         """Blocks for some seconds. Raises ConfigError within 30 s when a given address cannot be reached."""
         address = config.cluster.address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        _plain_excepthook()
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():
             return cls(started=False, joined=False, namespace=namespace, control=_control())
@@ -54,7 +56,7 @@ class Cluster:
         if address == "local":
             # NOTE: RAY_AUTH_MODE stays as the operator has it. Unset, Ray 2.60 asks for a token on a cluster that it
             # starts here; setting it after `import ray` would be half seen and break the start.
-            cpus = int(config.engine.ranks * config.cluster.cpus_per_rank) + SPARE_CPUS
+            cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
             with _quiet():
                 ray.init(
                     address="local",
@@ -93,12 +95,21 @@ class Cluster:
         self.joined = False
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One bundle of a placement group: room for one rank."""
+
+    group: PlacementGroup
+    bundle: int
+
+
 class Gang:
-    """One placement group with a bundle for each rank: all of them start, or none."""
+    """One placement group with a bundle for each rank and spare: all of them start, or none. More groups as it grows."""
 
     def __init__(self, config: Config, device: str):
         self._config, self._device = config, device
-        self.group: PlacementGroup | None = None
+        self._groups: list[PlacementGroup] = []
+        self._free: list[Place] = []
         self._given_up = threading.Event()
 
     @property
@@ -109,10 +120,20 @@ class Gang:
             bundle["GPU"] = cluster.gpus_per_rank
         return bundle
 
-    def reserve(self) -> PlacementGroup:
-        """Blocks until every rank has a place; ConfigError with both numbers when the cluster cannot hold them."""
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Place:
+        return self._free.pop(0)
+
+    def give(self, place: Place) -> None:
+        self._free.append(place)
+
+    def reserve(self, more: int) -> None:
+        """Blocks until there is a place for `more` ranks; ConfigError with both numbers when the cluster cannot hold them."""
         config, bundle = self._config, self.bundle
-        ranks, have = config.engine.ranks, ray.cluster_resources()
+        ranks, have = len(self._places()) + more, ray.cluster_resources()
         short = [
             f"{ranks} ranks need {ranks * amount:g} {name}, the cluster has {have.get(name, 0):g}"
             for name, amount in bundle.items()
@@ -120,31 +141,35 @@ class Gang:
         ]
         if short:
             raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; add nodes or lower engine.ranks")
-        group = placement_group([bundle] * ranks, strategy=config.cluster.placement)
-        self.group = group
+        group = placement_group([bundle] * more, strategy=config.cluster.placement)
+        self._groups.append(group)
         end = time.monotonic() + config.cluster.start_timeout_s
         while not group.wait(max(min(POLL_S, end - time.monotonic()), 0)):
             if self._given_up.is_set():
                 raise NotReady("stopped while the ranks waited for a place")
             if time.monotonic() < end:
                 continue
-            self.group = None
+            self._groups.remove(group)
             free = {name: ray.available_resources().get(name, 0) for name in bundle}
             remove_placement_group(group)
             raise ConfigError(
-                f"no place for {ranks} ranks of {bundle} with placement {config.cluster.placement} on"
+                f"no place for {more} ranks of {bundle} with placement {config.cluster.placement} on"
                 f" {len(ray.nodes())} nodes within {config.cluster.start_timeout_s:g} s; free now: {free}"
             )
-        return group
+        self._free += [Place(group, bundle) for bundle in range(more)]
+
+    def _places(self) -> list[Place]:
+        return [Place(group, bundle) for group in self._groups for bundle in range(group.bundle_count)]
 
     def give_up(self) -> None:
         """`reserve` ends within a second, whatever it waits for."""
         self._given_up.set()
 
     def release(self) -> None:
-        if self.group is not None and ray.is_initialized():
-            remove_placement_group(self.group)
-        self.group = None
+        for group in self._groups if ray.is_initialized() else ():
+            remove_placement_group(group)
+        self._groups.clear()
+        self._free.clear()
 
 
 def _probe(address: str) -> None:
@@ -158,6 +183,16 @@ def _probe(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address)}") from None
+
+
+def _plain_excepthook() -> None:
+    """Uncaught exceptions are printed, and nothing else.
+
+    NOTE: Ray's hook first reports them to its control service. With Ray 2.60 that call does not return: after 60 s Ray ends
+    the process with "Failed to connect to GCS", and the exception itself is never seen.
+    """
+    if sys.excepthook.__module__.startswith("ray."):
+        sys.excepthook = sys.__excepthook__
 
 
 def _control() -> str:

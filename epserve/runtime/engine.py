@@ -17,6 +17,7 @@ from epserve.expert_load import by_layer
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import check_routing
 
+from .changes import Rebalance, Resize
 from .cluster import Cluster
 from .planning import Batch
 from .pool import Pool
@@ -61,6 +62,11 @@ class EngineStatus:
     recoveries: int
     replayed_requests: int
     expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    spares: int = 0
+    """Processes that are ready to take over from a rank."""
+    rebalances: int = 0
+    rebalances_skipped: int = 0
+    """Layers that stayed as they were for want of memory."""
 
 
 class Engine:
@@ -95,7 +101,10 @@ class Engine:
         try:
             await self._connect()
             pool = self._pool = Pool(self.config, self.plan, device=self._device, on_state=self._set_state)
-            self._scheduler = Scheduler(self.config.scheduler, pool, num_ranks=self.config.engine.ranks)
+            self._scheduler = Scheduler(
+                self.config.scheduler, pool, wait_for_ranks=self.config.engine.when_experts_missing == "wait"
+            )
+            pool.supervisor.on_missing = self._scheduler.refuse_waiting
             self._scheduler.on_step = self._step_done
             await pool.start()
         except BaseException as error:
@@ -139,6 +148,19 @@ class Engine:
             return torch.empty_like(checked.hidden)
         return await scheduler.submit(checked)
 
+    async def rebalance(self) -> Rebalance:
+        """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""
+        return await self._serving_pool().changes.rebalance()
+
+    async def scale(self, ranks: int) -> Resize:
+        """Go on with another number of ranks; requests wait in the queue for a moment. Raises NotReady, ConfigError."""
+        return await self._serving_pool().changes.scale(ranks)
+
+    def _serving_pool(self) -> Pool:
+        if self._pool is None or self._state not in ("serving", "recovering"):
+            raise NotReady(f"the service is {self._state}")
+        return self._pool
+
     def state(self) -> State:
         return self._state
 
@@ -163,6 +185,9 @@ class Engine:
             backends=self._explain_backends(),
             recoveries=len(pool.recoveries) if pool is not None else 0,
             replayed_requests=scheduler.replays if scheduler is not None else 0,
+            spares=pool.spares.ready if pool is not None else 0,
+            rebalances=pool.changes.rebalances if pool is not None else 0,
+            rebalances_skipped=pool.changes.skipped_layers if pool is not None else 0,
             expert_tokens=by_layer(pool.load) if pool is not None else {},
         )
 
@@ -182,8 +207,8 @@ class Engine:
             pid=facts.pid if facts is not None else 0,
             device=facts.device if facts is not None else "",
             gpu_uuid=facts.gpu_uuid if facts is not None else "",
-            experts=self.plan.placement.experts_of(member.rank),
-            tokens_done=self._pool.tokens_done[member.rank],
+            experts=self._pool.arrangement.placements[self.plan.layers[0]].experts_of(member.rank),
+            tokens_done=self._pool.tokens_done.get(member.rank, 0),
             weights_bytes=report.weights_bytes if report is not None else 0,
             alive=member.alive,
             phase=pulse.phase if pulse is not None else "idle",

@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from epserve.config import Config
@@ -20,13 +19,14 @@ from epserve.expert_load import LoadTotals
 from epserve.worker import LoadReport
 
 from .agent import NodeAgent
+from .cluster import Place
 from .failure import Failure, root_cause
 from .rank import Outcome, Pulse, RankActor, RankFacts
 from .transport import SocketLink
 
 log = logging.getLogger(__name__)
 
-GROUPS = {"work": 1, "control": 2}
+GROUPS = {"work": 1, "background": 1, "control": 2}
 KILL_TIMEOUT_S = 2.0
 LOAD_TIMEOUT_S = 2.0
 
@@ -40,36 +40,42 @@ async def answer(reference, timeout: float) -> Any:
     return await asyncio.wait_for(value(), timeout)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping."""
+    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping. `rank` -1: a spare."""
 
     rank: int
     actor: Any
+    place: Place
     facts: RankFacts | None = None
     report: LoadReport | None = None
     link: SocketLink | None = None
     pulse: Pulse | None = None
 
     @classmethod
-    def create(cls, config: Config, rank: int, *, device: str, group: PlacementGroup) -> Member:
+    def create(cls, config: Config, rank: int, *, device: str, place: Place) -> Member:
         cpus, gpus = config.cluster.cpus_per_rank, config.cluster.gpus_per_rank if device == "cuda" else 0
         # No restarts and no retries by Ray: a restarted rank would be outside the process group.
         actor_class: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)  # type: ignore[call-overload]
-        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-        actor = actor_class.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place).remote(
-            config, rank, device
-        )
-        return cls(rank=rank, actor=actor)
+        where = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=place.bundle)
+        options = actor_class.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where)
+        return cls(rank=rank, actor=options.remote(config, device), place=place)
 
     @property
     def alive(self) -> bool:
         return self.link is not None and not self.link.lost
 
-    async def call(self, method: str, *args, timeout: float) -> Outcome:
+    @property
+    def where(self) -> str:
+        if self.facts is None:
+            return "not placed yet"
+        return f"node {self.facts.node_ip}, process {self.facts.pid}, {self.facts.gpu_uuid or self.facts.device}"
+
+    async def call(self, method: str, *args, timeout: float, background: bool = False) -> Outcome:
         """Never raises: a process that is gone or silent is a failure like any other."""
+        remote = self.actor.background if background else self.actor.call
         try:
-            return await answer(self.actor.call.remote(method, *args), timeout)
+            return await answer(remote.remote(method, *args), timeout)
         except TimeoutError:
             return self._failed(method, f"no answer within {timeout:g} s", consequence=True)
         except RayError as error:
@@ -88,7 +94,17 @@ class Member:
         assert self.facts is not None
         with contextlib.suppress(TimeoutError, RayError):
             counts = await answer(self.actor.load_counts.remote(), LOAD_TIMEOUT_S)
-            totals.update(self.rank, self.facts.pid, counts)
+            if len(counts) == totals.total().nbytes:  # else they were counted before a change of size
+                totals.update(self.rank, self.facts.pid, counts)
+
+    async def beat(self, timeout: float) -> bool:
+        """Whether the thread that runs the steps answers. While a step runs, its own deadline counts instead."""
+        if self.link is None or self.link.num_pending:
+            return True
+        beat = self.link.beat()
+        beat.add_done_callback(lambda each: each.cancelled() or each.exception())  # the end of a link is told elsewhere
+        done, _ = await asyncio.wait([beat], timeout=timeout)
+        return bool(done)
 
     def discard(self) -> None:
         """Forget a rank whose process is gone or about to go."""
@@ -102,9 +118,19 @@ class Member:
         return Outcome(failure=failure)
 
 
-async def call_all(members: Sequence[Member], method: str, *args, timeout: float) -> list[Any]:
-    """The method on all members at once; their values, or the root cause of all failures as an exception."""
-    outcomes = await asyncio.gather(*(member.call(method, *args, timeout=timeout) for member in members))
+async def call_all(
+    members: Sequence[Member], method: str, *args, timeout: float, numbered: bool = False, background: bool = False
+) -> list[Any]:
+    """The method on all members at once; their values, or the root cause of all failures as an exception.
+
+    numbered: each gets its rank before the other arguments.
+    """
+
+    def one(member: Member):
+        rank = (member.rank,) if numbered else ()
+        return member.call(method, *rank, *args, timeout=timeout, background=background)
+
+    outcomes = await asyncio.gather(*map(one, members))
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     if failures:
         raise as_error(root_cause(failures))

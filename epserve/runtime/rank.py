@@ -19,10 +19,14 @@ import ray
 import torch
 import torch.distributed as dist
 
+from epserve import rank_plan
 from epserve.config import Config
+from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.worker import Counters, LoadReport, StepPlan, Worker
+from epserve.placement import Placement
+from epserve.worker import Arrangement, Counters, LoadReport, StepPlan, Worker
 
+from .copies import HostCopies
 from .failure import Failure, from_exception
 from .transport import LinkAddress, StepServer
 
@@ -72,10 +76,15 @@ class GroupAddress:
 
 
 class RankActor:
-    """Ray's view of a Worker. `call` runs one method at a time; `ping` and `abort` have their own threads."""
+    """Ray's view of a Worker. `call` runs one method at a time; `background`, `ping` and `abort` have their own threads.
 
-    def __init__(self, config: Config, rank: int, device: str):
-        self._config, self._rank, self._device_kind = config, rank, device
+    A spare is one without a rank: `warm` instead of `set_up`, which then comes when it takes a rank over.
+    """
+
+    def __init__(self, config: Config, device: str):
+        self._config, self._device_kind = config, device
+        self._rank = -1
+        self._copies: HostCopies | None = None
         self._worker: Worker | None = None
         self._server: StepServer | None = None
         self._generation = -1
@@ -84,6 +93,14 @@ class RankActor:
 
     @ray.method(concurrency_group="work")
     def call(self, method: str, *args) -> Outcome:
+        return self._run_method(method, *args)
+
+    @ray.method(concurrency_group="background")
+    def background(self, method: str, *args) -> Outcome:
+        """For what may take long while steps run."""
+        return self._run_method(method, *args)
+
+    def _run_method(self, method: str, *args) -> Outcome:
         try:
             return Outcome(value=getattr(self, "_" + method)(*args))
         except Exception as error:
@@ -111,16 +128,34 @@ class RankActor:
         if self._device_kind == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def _set_up(self) -> RankFacts:
+    def _warm(self) -> None:
+        """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
+        self._take_device()
+        checkpoint = open_checkpoint(self._config.model.path, self._config.model.dtype)
+        plan = rank_plan.plan_ranks(self._config, checkpoint.info, device=self._device.type)
+        plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
+        if self._config.engine.spare_weights == "host":
+            self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
+
+    def _take_device(self) -> str:
+        """The GPU's id; empty on a CPU."""
         torch.set_num_threads(1)
-        context = ray.get_runtime_context()
         self._device = torch.device("cpu")
-        uuid = ""
-        if self._device_kind == "cuda":
-            self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
-            torch.cuda.set_device(self._device)
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        self._worker = Worker(self._config, self._context(group=None))
+        if self._device_kind != "cuda":
+            return ""
+        self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
+        torch.cuda.set_device(self._device)
+        torch.zeros(1, device=self._device)  # makes the context
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    def _set_up(self, rank: int, arrangement: Arrangement) -> RankFacts:
+        self._rank, self._config = rank, arrangement.config
+        context = ray.get_runtime_context()
+        uuid = self._take_device()
+        self._worker = Worker(
+            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies
+        )
+        self._copies = None  # goes when the worker has read from it
         return RankFacts(
             rank=self._rank,
             pid=os.getpid(),
@@ -153,9 +188,27 @@ class RankActor:
             self._worker.warm_up()
             self._generation = address.generation
 
-    def _leave(self) -> None:
+    def _leave(self, rank: int, arrangement: Arrangement) -> None:
+        """Out of the group, and to another place where there is one. Joining comes next."""
+        assert self._worker is not None
         with self._busy:
             self._leave_group()
+            self._rank, self._config = rank, arrangement.config
+            self._worker.arrange(rank, arrangement)
+
+    def _stage(self, layer: int, placement: Placement) -> bool:
+        assert self._worker is not None
+        return self._worker.stage(layer, placement)
+
+    def _adopt(self, layer: int, version: int) -> None:
+        assert self._worker is not None
+        with self._busy:  # between two steps
+            self._worker.adopt(layer, version)
+
+    def _unstage(self, layer: int) -> None:
+        assert self._worker is not None
+        with self._busy:
+            self._worker.unstage(layer)
 
     def _close(self) -> None:
         """Collective."""
@@ -213,6 +266,8 @@ class RankActor:
     def _answer(self, header: dict, tensors: list[torch.Tensor]) -> tuple[dict, list[torch.Tensor]]:
         """One step: its result, or the report of its failure."""
         step = header["step"]
+        if header.get("beat"):
+            return {"step": step}, []
         with self._busy:
             try:
                 y_MK, phases = self._run(header, tensors)
@@ -230,7 +285,13 @@ class RankActor:
             raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
         assert self._worker is not None
         counts = tuple(header["tokens_per_rank"])
-        plan = StepPlan(step=header["step"], layer=header["layer"], mode=header["mode"], tokens_per_rank=counts)
+        plan = StepPlan(
+            step=header["step"],
+            layer=header["layer"],
+            mode=header["mode"],
+            tokens_per_rank=counts,
+            placement=header["placement"],
+        )
         ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
         self._step_start, self._step = time.monotonic(), plan.step
         y_MK = self._worker.step(plan, tensors[0], ids_Mt, weights_Mt).cpu()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2  # one computes while the next one's bytes travel
 MAX_ATTEMPTS = 3  # the third time a request is in a failing step, the request is what ranks fail on
+MISSING = "experts are missing while a rank is replaced (engine.when_experts_missing is refuse); try again later"
 RATE_DECAY = 0.8  # of the moving average of tokens per second behind retry_after_s
 
 
@@ -33,6 +34,8 @@ class Ranks(Protocol):
     """What the scheduler needs of the pool."""
 
     serving: asyncio.Event
+    num_ranks: int
+    experts_missing: bool
 
     async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
 
@@ -40,8 +43,9 @@ class Ranks(Protocol):
 class Scheduler:
     """`submit` from any task of the loop; one task takes steps off the queue."""
 
-    def __init__(self, config: SchedulerConfig, ranks: Ranks, *, num_ranks: int):
-        self._config, self._ranks, self._num_ranks = config, ranks, num_ranks
+    def __init__(self, config: SchedulerConfig, ranks: Ranks, *, wait_for_ranks: bool = True):
+        """wait_for_ranks: requests wait while ranks are replaced; False: they get RankFailed at once."""
+        self._config, self._ranks, self._wait = config, ranks, wait_for_ranks
         self._queue = StepQueue()
         self._open: set[Item] = set()  # accepted, and not answered yet
         self._queued: Counter[int] = Counter()  # tokens of those, per layer
@@ -77,6 +81,11 @@ class Scheduler:
             self._open.discard(item)
             self._queued[batch.layer] -= batch.num_tokens
 
+    def refuse_waiting(self) -> None:
+        """Experts are missing: unless requests shall wait for them, all that wait now are refused."""
+        if not self._wait:
+            self._fail(self._open, RankFailed(MISSING))
+
     async def drain(self, timeout: float) -> bool:
         """Wait until every accepted request is answered; whether that came to be within `timeout`."""
         end = time.monotonic() + timeout
@@ -98,6 +107,8 @@ class Scheduler:
         left = batch.deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the deadline passed {-left:.3f} s before the request was queued")
+        if not self._wait and self._ranks.experts_missing:
+            raise RankFailed(MISSING)
         queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
         if batch.num_tokens > limit:
             raise TooLarge(f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once")
@@ -143,7 +154,7 @@ class Scheduler:
 
     async def _execute(self, step: JoinedStep) -> None:
         layer, mode, _ = step.key
-        tokens_per_rank = split_evenly(step.num_tokens, self._num_ranks)
+        tokens_per_rank = split_evenly(step.num_tokens, self._ranks.num_ranks)
         plan = StepPlan(step=self._next_step, layer=layer, mode=mode, tokens_per_rank=tokens_per_rank)
         self._next_step += 1
         start = time.monotonic()

@@ -67,19 +67,20 @@ class _Pending:
 
 
 class SocketLink:
-    """A link over one socket. `on_lost(rank)` is called once when the rank's process goes away."""
+    """A link over one socket. `on_lost()` is called once when the rank's process goes away."""
 
-    def __init__(self, rank: int, sock: socket.socket, on_lost: Callable[[int], None]):
-        self.rank, self._sock, self._on_lost = rank, sock, on_lost
+    def __init__(self, sock: socket.socket, on_lost: Callable[[], None]):
+        self._sock, self._on_lost = sock, on_lost
         self._pending: dict[int, _Pending] = {}
         self._outgoing: asyncio.Queue[list] = asyncio.Queue()
+        self._beats = 0  # counts down: steps have the numbers above
         self.lost = False
         self._tasks = {asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())}
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
     @classmethod
-    async def open(cls, rank: int, address: LinkAddress, on_lost: Callable[[int], None]) -> SocketLink:
+    async def open(cls, address: LinkAddress, on_lost: Callable[[], None]) -> SocketLink:
         def connect() -> socket.socket:
             sock = address.connect()
             _enlarge(sock)
@@ -88,7 +89,7 @@ class SocketLink:
             sock.setblocking(False)
             return sock
 
-        return cls(rank, await asyncio.to_thread(connect), on_lost)
+        return cls(await asyncio.to_thread(connect), on_lost)
 
     @property
     def num_pending(self) -> int:
@@ -102,6 +103,11 @@ class SocketLink:
         self._pending[header["step"]] = _Pending(out, future)
         self._outgoing.put_nowait(wire.encode(header, tensors))
         return future
+
+    def beat(self) -> asyncio.Future[dict[str, float]]:
+        """Ends when the rank's step thread has taken an empty frame; then it has finished all steps before."""
+        self._beats -= 1
+        return self.submit({"step": self._beats, "beat": True}, [], torch.empty(0))
 
     def pending(self) -> list[asyncio.Future[dict[str, float]]]:
         return [each.future for each in self._pending.values()]
@@ -149,7 +155,7 @@ class SocketLink:
             if not each.future.done():
                 each.future.set_exception(self._gone(why))
         if report:
-            self._on_lost(self.rank)
+            self._on_lost()
 
     def _task_ended(self, task: asyncio.Task) -> None:
         # NOTE: closed only when no task waits on the descriptor; the loop would otherwise watch whoever gets its number.
@@ -158,7 +164,7 @@ class SocketLink:
             self._sock.close()
 
     def _gone(self, why: str) -> RankLost:
-        return RankLost(Failure(rank=self.rank, phase="process", step=-1, message=f"gone ({why})", consequence=False))
+        return RankLost(Failure(rank=-1, phase="process", step=-1, message=f"gone ({why})", consequence=False))
 
 
 class StepServer:

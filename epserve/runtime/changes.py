@@ -1,0 +1,296 @@
+"""What changes while the service runs, one thing at a time: where experts are, how many ranks there are.
+
+Moving experts never stops the service. Layer by layer every rank reads its experts of the next placement beside the present
+ones; when all have them, the next step of that layer names the new version; when the last step of the old version has
+ended, the old experts are freed. A step never mixes two versions. One layer at a time bounds the memory.
+
+Another number of ranks: new processes start and load while the others serve, then all meet in a new group; requests wait
+in the queue meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from ray.exceptions import RayError
+
+from epserve import rank_plan
+from epserve.errors import ConfigError, EpserveError, NotReady
+from epserve.modular_kernel import ExpertLayout
+from epserve.placement import Placement
+from epserve.worker import Arrangement
+
+from .members import call_all
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+log = logging.getLogger(__name__)
+
+GROW_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalance:
+    """What one rebalance did. `skipped`: layers for which some rank had no memory. Imbalance: busiest rank against the mean.
+
+    `moved`: slots whose expert changed, over all layers.
+    """
+
+    layers: tuple[int, ...]
+    skipped: tuple[int, ...]
+    moved: int
+    before: float
+    after: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """`paused_s`: how long requests waited in the queue."""
+
+    before: int
+    after: int
+    seconds: float
+    paused_s: float
+
+
+class Changes:
+    """Of one pool."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._versions = itertools.count(1)
+        self._one = asyncio.Lock()
+        self._full: Arrangement | None = None  # what to grow back to
+        self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each slot when its placement began
+        self._tasks: set[asyncio.Task] = set()
+        self.rebalances = 0
+        self.skipped_layers = 0
+
+    def start(self) -> None:
+        if self._pool.config.engine.rebalance_every_s:
+            self._background(self._timer(self._pool.config.engine.rebalance_every_s))
+
+    def close(self) -> list[asyncio.Task]:
+        return list(self._tasks)
+
+    def next_version(self) -> int:
+        return next(self._versions)
+
+    # Moving experts.
+
+    def loads(self, layer: int) -> list[float]:
+        """Tokens of each logical expert since the layer's present placement began."""
+        pool = self._pool
+        placement = pool.arrangement.placements[layer]
+        counts_P = pool.load.total()[pool.load.layers.index(layer)]
+        since = self._counted.get(layer)
+        if since is not None and since.shape == counts_P.shape:
+            counts_P = counts_P - since
+        loads = [0.0] * placement.num_logical
+        for expert, count in zip(placement.physical_to_logical, counts_P.tolist(), strict=False):
+            loads[expert] += max(count, 0)
+        return loads
+
+    async def rebalance(self, *, above: float = 1.0, loads: dict[int, Sequence[float]] | None = None) -> Rebalance:
+        """Move the experts of layers whose imbalance is greater than `above`.
+
+        loads: tokens of each logical expert by layer, instead of what was counted. Raises NotReady while something else
+        changes, RankFailed when a rank is lost meanwhile: layers that are done stay moved, the others as they were.
+        """
+        self._refuse_two()
+        async with self._one:
+            return await self._rebalance(above, loads or {})
+
+    async def _rebalance(self, above: float, given: dict[int, Sequence[float]]) -> Rebalance:
+        pool, start = self._pool, time.monotonic()
+        await asyncio.gather(*(member.read_load(pool.load) for member in pool.members))
+        done: list[int] = []
+        skipped: list[int] = []
+        moved, before, after = 0, [1.0], [1.0]
+        for layer, placement in pool.arrangement.placements.items():
+            loads = list(given.get(layer) or self.loads(layer))
+            if not any(loads):
+                continue
+            better = Placement.spread(placement.num_logical, placement.layout, loads=loads, version=self.next_version())
+            was, will_be = placement.imbalance(loads), better.imbalance(loads)
+            before.append(was)
+            if was <= above or (will_be >= was and layer not in given):
+                after.append(was)
+                continue
+            if not await self._move(layer, better):
+                skipped.append(layer)
+                after.append(was)
+                continue
+            done.append(layer)
+            after.append(will_be)
+            pairs = zip(placement.physical_to_logical, better.physical_to_logical, strict=True)
+            moved += sum(old != new for old, new in pairs)
+        self.rebalances += bool(done)
+        self.skipped_layers += len(skipped)
+        result = Rebalance(
+            layers=tuple(done), skipped=tuple(skipped), moved=moved, before=max(before), after=max(after),
+            seconds=time.monotonic() - start,
+        )  # fmt: skip
+        log.info("rebalance: %s", result)
+        return result
+
+    async def _move(self, layer: int, placement: Placement) -> bool:
+        """False: some rank has no memory for it, nothing has changed."""
+        pool = self._pool
+        await self._steady()
+        generation, members = pool.generation, list(pool.members)
+        limit = pool.config.cluster.start_timeout_s
+        try:
+            staged = await call_all(members, "stage", layer, placement, timeout=limit, background=True)
+        except EpserveError:
+            await self._unstage(layer)
+            raise
+        if not all(staged):
+            await self._unstage(layer)
+            return False
+        if pool.generation != generation or not pool.serving.is_set():
+            await self._unstage(layer)
+            raise NotReady("a rank was lost while experts moved; the layer stays as it was")
+        # From here on, with no await in between, all steps of the layer have the new version.
+        placements = {**pool.arrangement.placements, layer: placement}
+        pool.arrangement = Arrangement(config=pool.arrangement.config, placements=placements)
+        self._counted[layer] = pool.load.total()[pool.load.layers.index(layer)]
+        await pool.steps_done()
+        # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
+        await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)
+        return True
+
+    async def _unstage(self, layer: int) -> None:
+        members, limit = list(self._pool.members), self._pool.config.cluster.start_timeout_s
+        await asyncio.gather(*(member.call("unstage", layer, timeout=limit, background=True) for member in members))
+
+    async def _timer(self, pause: float) -> None:
+        while True:
+            await asyncio.sleep(pause)
+            if self._pool.serving.is_set() and not self._one.locked():
+                try:
+                    await self.rebalance(above=self._pool.config.engine.rebalance_above)
+                except (EpserveError, RayError) as error:
+                    log.warning("rebalance: %s", error)
+
+    # Another number of ranks.
+
+    async def scale(self, ranks: int) -> Resize:
+        """Raises NotReady while something else changes, ConfigError where the cluster or the model does not allow it."""
+        self._refuse_two()
+        pool = self._pool
+        async with self._one:
+            await self._steady()
+            arrangement = self._for(ranks)
+            before, start = pool.num_ranks, time.monotonic()
+            self._full = None
+            pause = await self._become(arrangement)
+            result = Resize(before=before, after=ranks, seconds=time.monotonic() - start, paused_s=pause)
+            log.info("scale: %s", result)
+            return result
+
+    def _for(self, ranks: int) -> Arrangement:
+        """Slots as even as it gets, experts by their load."""
+        pool = self._pool
+        present = pool.arrangement
+        info_experts = next(iter(present.placements.values())).num_logical
+        if not 1 <= ranks <= 1024:
+            raise ConfigError(f"{ranks} ranks; at least 1, at most 1024")
+        slots = info_experts + pool.config.engine.redundant_experts
+        layout = ExpertLayout.even(slots, ranks)
+        config = rank_plan.resized(pool.config, layout.counts, info_experts)
+        rank_plan.check_layout(config, pool.plan, layout)  # Incompatible before anything is started
+        version = self.next_version()
+        placements = {
+            layer: Placement.spread(
+                info_experts, layout, loads=loads if slots > info_experts and any(loads := self.loads(layer)) else (),
+                version=version,
+            )
+            for layer in present.placements
+        }  # fmt: skip
+        return Arrangement(config=config, placements=placements)
+
+    async def _become(self, arrangement: Arrangement) -> float:
+        """Start what is missing beside the ranks that serve, then regroup; the seconds of the pause."""
+        pool = self._pool
+        wanted, present = arrangement.config.engine.ranks, list(pool.members)
+        new = []
+        if wanted > len(present):
+            missing = wanted - len(present) + pool.config.engine.spares - pool.spares.ready - pool.gang.num_free
+            if missing > 0:
+                await pool.reserve(missing)
+            new = [pool.new_member(rank) for rank in range(len(present), wanted)]
+        try:
+            await pool.prepare(new, arrangement)
+            await self._steady()
+            if list(pool.members) != present:
+                raise NotReady("a rank was replaced meanwhile; ask again")
+        except BaseException:
+            for member in new:
+                pool.discard(member)
+            raise
+        start = time.monotonic()
+        surplus = present[wanted:]
+        pool.members, pool.arrangement = [*present[:wanted], *new], arrangement
+        self._counted.clear()
+        pool.supervisor.rebuild(f"{len(present)} -> {wanted} ranks", planned=True)
+        await self._steady()
+        for member in surplus:
+            pool.discard(member)
+        return time.monotonic() - start
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """`ranks` are gone and copies bridge it; `grow_back` comes when the rest serves. Newcomers get the last numbers."""
+        full = self._full or self._pool.arrangement
+        order = sorted(range(full.config.engine.ranks), key=lambda rank: rank in ranks)
+        placements = {layer: each.reordered(order) for layer, each in full.placements.items()}
+        first = next(iter(placements.values()))
+        config = rank_plan.resized(full.config, first.layout.counts, first.num_logical)
+        self._full = Arrangement(config=config, placements=placements)
+
+    def grow_back(self) -> None:
+        if self._full is not None and not any(task.get_name() == "grow back" for task in self._tasks):
+            self._background(self._grow_back(), name="grow back")
+
+    async def _grow_back(self) -> None:
+        while True:
+            async with self._one:
+                await self._steady()
+                if (full := self._full) is None:
+                    return
+                version = self.next_version()
+                placements = {layer: each.with_version(version) for layer, each in full.placements.items()}
+                try:
+                    await self._become(Arrangement(config=full.config, placements=placements))
+                except (EpserveError, RayError, OSError) as error:
+                    log.warning("growing back to %d ranks: %s", full.config.engine.ranks, error)
+                else:
+                    if self._pool.num_ranks == full.config.engine.ranks:
+                        self._full = None
+                    continue
+            await asyncio.sleep(GROW_RETRY_S)
+
+    async def _steady(self) -> None:
+        """Waits for a recovery to end."""
+        while not self._pool.serving.is_set():
+            await self._pool.supervisor.settled()
+            await asyncio.sleep(0.01)
+
+    def _refuse_two(self) -> None:
+        if self._one.locked():
+            raise NotReady("another change of ranks or experts is under way; ask again when it is done")
+
+    def _background(self, work, name: str = "") -> None:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,221 @@
+"""Notices ranks that died, hang or raise, and rebuilds: the service goes on with spares, with copies, or with a new process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ray.exceptions import RayError
+
+from epserve import rank_plan
+from epserve.errors import EpserveError
+from epserve.worker import Arrangement
+
+from .members import Member
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+log = logging.getLogger(__name__)
+
+BEATS_PER_HEARTBEAT = 4  # asked so often, so that silence is known after one heartbeat and not after two
+LOAD_S = 2.0  # so often the expert load is read, where steps have run since
+PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
+SETTLE_S = 2.0  # how long survivors may take to report a step that failed elsewhere; gloo tells them in milliseconds
+RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between attempts to rebuild; the last one repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One finished recovery, for the log and the metrics.
+
+    `by`: "spare", "copies" (the other ranks hold copies of all experts), "process" (a new one), "regroup" (nobody was lost).
+    """
+
+    cause: str
+    replaced: tuple[int, ...]
+    by: str
+    seconds: float
+
+
+class Supervisor:
+    """Of one pool."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self.cause = ""
+        self.recoveries: list[Recovery] = []
+        self.experts_missing = False
+        self.on_missing: Callable[[], None] = lambda: None
+        """Called when a recovery has to wait for a process to start."""
+        self._silent: set[Member] = set()
+        self._rebuilding: asyncio.Task | None = None
+        self._heart: asyncio.Task | None = None
+
+    def start(self) -> None:
+        self._heart = asyncio.ensure_future(self._watch())
+
+    def close(self) -> list[asyncio.Task]:
+        return [task for task in (self._heart, self._rebuilding) if task is not None]
+
+    def fail(self, cause: str, *, silent: Collection[Member] = ()) -> None:
+        """Something is wrong with a rank: stop serving, rebuild. Safe to call again while that goes on."""
+        pool = self._pool
+        if pool.closing or self.rebuilding or not pool.started:
+            return
+        log.warning("recovering: %s", cause)
+        self._silent = set(silent)
+        self.rebuild(cause)
+
+    def lost(self, member: Member) -> None:
+        if member in self._pool.members:
+            self.fail(f"rank {member.rank}: its process is gone [{member.where}]")
+
+    @property
+    def rebuilding(self) -> bool:
+        return self._rebuilding is not None and not self._rebuilding.done()
+
+    def rebuild(self, cause: str, *, planned: bool = False) -> asyncio.Task:
+        """Take all members into the pool's arrangement, replacing those that are gone, until it succeeds."""
+        assert not self.rebuilding
+        self.cause = cause
+        self._pool.serving.clear()
+        self._pool.on_state("recovering")
+        self._rebuilding = asyncio.ensure_future(self._rebuild(planned))
+        return self._rebuilding
+
+    async def settled(self) -> None:
+        """Waits for a rebuilding that goes on."""
+        while self.rebuilding:
+            assert self._rebuilding is not None
+            await asyncio.wait([self._rebuilding])
+
+    async def _watch(self) -> None:
+        """Asks all processes and their step threads. A silent one counts as hung, whether a step runs or not."""
+        pool, scheduler = self._pool, self._pool.config.scheduler
+        pause = scheduler.heartbeat_s / BEATS_PER_HEARTBEAT
+        limit = scheduler.heartbeat_s - pause
+        counted, next_count = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(pause)
+            if not pool.serving.is_set():
+                continue
+            members = list(pool.members)
+            answers = await asyncio.gather(*(_lives(member, limit) for member in members))
+            silent = [member for member, answered in zip(members, answers, strict=True) if not answered]
+            if silent and pool.serving.is_set() and all(member in pool.members for member in silent):
+                where = "; ".join(f"rank {member.rank} ({member.where}{_last(member)})" for member in silent)
+                self.fail(f"no sign of life for {scheduler.heartbeat_s:g} s: {where}", silent=silent)
+                continue
+            await pool.spares.check(PING_TIMEOUT_S)
+            if pool.tokens_total != counted and time.monotonic() >= next_count:
+                counted, next_count = pool.tokens_total, time.monotonic() + LOAD_S
+                await asyncio.gather(*(member.read_load(pool.load) for member in members))
+
+    async def _rebuild(self, planned: bool) -> None:
+        pool, start = self._pool, time.monotonic()
+        replaced: set[int] = set()
+        by = "regroup"
+        if planned:
+            await pool.steps_done()
+        for attempt in range(1_000_000):
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            try:
+                dead = await self._find_dead()
+                if dead:
+                    replaced.update(member.rank for member in dead)
+                    by = self._replace(dead)
+                new = [member for member in pool.members if member.report is None]
+                await pool.prepare(new, pool.arrangement)
+                await pool.unite()
+                break
+            except (EpserveError, RayError, OSError) as error:
+                log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
+        seconds = time.monotonic() - start
+        if not planned or replaced:
+            done = Recovery(cause=self.cause, replaced=tuple(sorted(replaced)), by=by, seconds=seconds)
+            self.recoveries.append(done)
+            log.warning("recovered in %.2f s by %s, lost ranks %s", seconds, by, list(done.replaced))
+        self._rebuilding = None
+        self.experts_missing = False
+        pool.set_serving()
+        pool.spares.refill()
+        pool.changes.grow_back()
+
+    def _replace(self, dead: list[Member]) -> str:
+        """Fill the places of `dead`: with spares, else by doing without where copies allow it, else with new processes."""
+        pool = self._pool
+        for member in dead:
+            pool.discard(member)
+        spares = pool.spares.take(len(dead))
+        for member, spare in zip(dead, spares, strict=False):
+            spare.rank = member.rank
+            pool.members[member.rank] = spare
+        missing = dead[len(spares) :]
+        if not missing:
+            return "spare"
+        less = _without(pool.arrangement, {member.rank for member in missing}, pool.changes.next_version())
+        if less is not None:
+            pool.changes.lose({member.rank for member in missing})
+            pool.members = [member for member in pool.members if member not in missing]
+            pool.arrangement = less
+            for rank, member in enumerate(pool.members):
+                member.rank = rank
+            return "copies"
+        self.experts_missing = True
+        self.on_missing()
+        for member in missing:
+            pool.members[member.rank] = pool.new_member(member.rank)
+        return "process"
+
+    async def _find_dead(self) -> list[Member]:
+        """Members without a usable process. Hung ones are killed; their peers then leave their collectives at once."""
+        pool, silent, self._silent = self._pool, self._silent, set()
+        await asyncio.gather(*(self._end(member, "gave no sign of life") for member in silent if member.alive))
+        await asyncio.gather(*(self._end_if_silent(member) for member in pool.members if member.alive))
+        if pool.device == "cuda":
+            for member in pool.members:
+                if member.alive:
+                    member.actor.abort.remote()
+        pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
+        if pending:
+            await asyncio.wait(pending, timeout=SETTLE_S)
+        stuck = [member for member in pool.members if member.alive and member.link and member.link.num_pending]
+        await asyncio.gather(*(self._end(member, "did not leave its step") for member in stuck))
+        return [member for member in pool.members if not member.alive]
+
+    async def _end_if_silent(self, member: Member) -> None:
+        limit = min(PING_TIMEOUT_S, self._pool.config.scheduler.heartbeat_s)
+        if not await member.ping(limit):
+            await self._end(member, f"did not answer for {limit:g} s")
+
+    async def _end(self, member: Member, why: str) -> None:
+        assert member.facts is not None and member.link is not None
+        log.warning("rank %d %s%s: killing it [%s]", member.rank, why, _last(member), member.where)
+        await self._pool.agents.kill(member.facts)
+        member.link.close()
+
+
+def _without(arrangement: Arrangement, ranks: set[int], version: int) -> Arrangement | None:
+    """The same without `ranks`; None where that would lose an expert, or the last rank."""
+    placements = {}
+    for layer, placement in arrangement.placements.items():
+        less = placement.without(ranks, version=version) if len(ranks) < placement.layout.num_ranks else None
+        if less is None:
+            return None
+        placements[layer] = less
+    first = next(iter(placements.values()))
+    config = rank_plan.resized(arrangement.config, first.layout.counts, first.num_logical)
+    return Arrangement(config=config, placements=placements)
+
+
+async def _lives(member: Member, limit: float) -> bool:
+    return all(await asyncio.gather(member.ping(limit), member.beat(limit)))
+
+
+def _last(member: Member) -> str:
+    return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""

@@ -178,6 +178,20 @@ def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(h
         ranks = [line for line in hosts.processes(number) if "RankActor" in line]
         assert len(ranks) == 1, f"host {number} runs {ranks}"
 
+    ssh = (
+        "ssh",
+        "-i",
+        str(hosts.key),
+        "-o",
+        "StrictHostKeyChecking=no",
+        "-o",
+        "UserKnownHostsFile=/dev/null",
+        "root@10.88.0.10",
+    )
+    waiting = "source ~/.bashrc; python3 -m epserve.cluster.node wait-nodes {} 1"
+    hosts.operator(*ssh, waiting.format(3), timeout=60)  # what the container images' heads wait with
+    assert hosts.operator(*ssh, waiting.format(4), timeout=60, check=False).returncode == 1
+
     again = hosts.epserve("cluster", "up", str(file), timeout=120)
     assert "its actors are left alone" in again.stdout and "the service already runs" in again.stdout
     after = json.loads(hosts.epserve("cluster", "status", "--json", str(file), timeout=60).stdout)
@@ -201,3 +215,19 @@ def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(h
     with capsys.disabled():
         print(f"\nthree hosts: {', '.join(f'{what} {seconds:.1f} s' for what, seconds in took.items())}")
     assert took["down"] < 30, "15 s on a quiet machine"
+
+
+def test_plain_ssh_starts_what_ray_up_starts_and_only_what_is_missing(hosts, model):
+    def change(data):
+        data["metadata"]["epserve"].pop("service")
+
+    file = cluster_file(hosts, model, "direct", change)
+    first = hosts.epserve("cluster", "up", "--direct", str(file), timeout=300)
+    assert "3 nodes joined" in first.stdout and "ray up" not in first.stdout
+    gcs = [line for line in hosts.processes(0) if "gcs_server" in line]
+    hosts.inside(1, "pkill", "-KILL", "raylet")
+    hosts.epserve("cluster", "up", "--direct", str(file), timeout=300)
+    assert [line for line in hosts.processes(0) if "gcs_server" in line] == gcs, "the head was left alone"
+    assert hosts.epserve("cluster", "status", str(file), timeout=60).returncode == 0
+    hosts.epserve("cluster", "down", str(file), timeout=60)
+    assert [hosts.processes(number) for number in range(3)] == [[], [], []]

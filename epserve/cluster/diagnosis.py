@@ -69,9 +69,8 @@ def why_missing(ssh: Ssh, file: ClusterFile, missing: Sequence[str]) -> tuple[li
             hopeless |= isinstance(fact, Unreachable)
             continue
         skew = version_skew(fact, head) if isinstance(head, dict) else []
-        if skew:
+        if skew:  # its setup commands may still be installing: no reason to give up early
             reasons += [f"{host}: {text}" for text in skew]
-            hopeless = True
         elif fact["ray"]:
             reasons.append(f"{host}: its Ray runs but the head does not see it; is {gcs} reachable from there?")
         elif not fact["packages"]["ray"]:

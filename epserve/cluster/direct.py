@@ -20,6 +20,9 @@ from epserve.errors import ClusterError
 from .file import ClusterFile
 from .ssh import Ssh, each
 
+SLOW_START = (
+    "timed out during startup"  # Ray gives its own start 30 s and no way to give more; a busy machine takes longer
+)
 AUTOSCALER = re.compile(r"\s--autoscaling-config=\S+")  # points at a file that only `ray up` makes
 
 
@@ -41,23 +44,31 @@ class Direct:
         head, limit = self.file.head_ip, self.file.settings.up_timeout_s
         for kind, group in (("head", [head]), ("worker", self.file.worker_ips)):
             chosen = [host for host in group if host in hosts]
-            commands = self._commands(kind)
-            done = each(chosen, lambda host, commands=commands: self._prepare(host, commands, limit))  # type: ignore[misc]
+            set_up = self._commands("initialization", "setup", f"{kind}_setup")
+            start = self._commands(f"{kind}_start_ray")
+            done = each(chosen, lambda host, steps=(set_up, start): self._node(host, *steps, limit))  # type: ignore[misc]
             problems = [str(error) for error in done.values() if isinstance(error, ClusterError)]
             if problems:
                 raise ClusterError("the nodes could not be set up:" + "".join(f"\n  - {each}" for each in problems))
 
-    def _commands(self, kind: str) -> list[str]:
-        names = ("initialization_commands", "setup_commands", f"{kind}_setup_commands", f"{kind}_start_ray_commands")
-        commands = [command for name in names for command in self.data.get(name, [])]
+    def _commands(self, *kinds: str) -> list[str]:
+        commands = [command for kind in kinds for command in self.data.get(f"{kind}_commands", [])]
         return [AUTOSCALER.sub("", command) for command in commands]
 
-    def _prepare(self, host: str, commands: list[str], limit: float) -> None:
+    def _node(self, host: str, set_up: list[str], start: list[str], limit: float) -> None:
         for remote, local in self.data.get("file_mounts", {}).items():
             self._copy(host, local, remote, limit)
+        self._run(host, set_up, limit)
+        try:
+            self._run(host, start, limit)
+        except ClusterError as error:
+            if SLOW_START not in str(error):
+                raise
+            self._run(host, start, limit)
+
+    def _run(self, host: str, commands: list[str], limit: float) -> None:
         for command in commands:
-            environment = f"export RAY_HEAD_IP={self.file.head_ip}"
-            done = self.ssh.run(host, f"{environment}; {command}", timeout=limit)
+            done = self.ssh.run(host, f"export RAY_HEAD_IP={self.file.head_ip}; {command}", timeout=limit)
             if done.returncode != 0:
                 said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
                 raise ClusterError(f"{host}: {command.splitlines()[0][:100]!r} ended with {done.returncode}: {said}")

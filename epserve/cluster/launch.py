@@ -22,7 +22,7 @@ from epserve.errors import ClusterError, ConfigError
 
 from . import node
 from .diagnosis import check_nodes, check_resources, probe, why_missing
-from .direct import Direct
+from .direct import SLOW_START, Direct
 from .file import ClusterFile
 from .ssh import Ssh, each
 
@@ -174,22 +174,30 @@ class Cluster:
         self.say("ray up ...")
         start = time.monotonic()
         log = self.home / "ray-up.log"
+        code = self._logged(words, log)
+        if code != 0 and SLOW_START in log.read_text(errors="replace"):
+            self.say("Ray took longer to start than it gives itself; ray up once more ...")
+            code = self._logged(words, log)
+        if code != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            raise ClusterError(f"`ray up` ended with {code}; the end of {log}:\n{tail}")
+        self.say(f"ray up took {time.monotonic() - start:.0f} s")
+
+    def _logged(self, words: list[str], log: Path) -> int | str:
+        """Run Ray's command line with its output in `log`. Returns the exit code, or why there is none."""
+        limit = self.file.settings.up_timeout_s
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*self._ray_words(), *words], env=self._environment(), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True)  # fmt: skip
+                [*self._ray_words(), *words], env=self._environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True)  # fmt: skip
             try:
-                code: int | str = process.wait(self.file.settings.up_timeout_s)
+                return process.wait(limit)
             except BaseException as error:  # on a timeout and on Ctrl-C alike: `ray up` retries for ever
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                code = f"nothing after {self.file.settings.up_timeout_s:.0f} s (metadata.epserve.up_timeout_s)"
-        if code != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-            raise ClusterError(f"`ray up` ended with {code}; the end of {log}:\n{tail}")
-        self.say(f"ray up took {time.monotonic() - start:.0f} s")
+                return f"nothing after {limit:.0f} s (metadata.epserve.up_timeout_s)"
 
     def _join(self) -> dict[str, dict[str, Any]]:
         """Wait for all nodes; returns what each offers. A missing node is examined while we wait: see `why_missing`."""

@@ -38,9 +38,10 @@ def probe(gcs: str, paths: list[str] | None = None) -> dict:
     facts["disk_free"] = shutil.disk_usage("/tmp").free
     facts["gpus"] = _gpus()
     facts["resolves_to"] = _resolve(facts["host"])
-    facts["ray"] = bool(own_ray(gcs))
+    own, table = own_ray(gcs), processes()
+    facts["ray"] = any(Path(table.get(pid, [""])[0]).name == "raylet" for pid in own)  # the rest may outlive it
     facts["missing"] = [path for path in paths or () if not os.path.exists(os.path.expanduser(path))]
-    facts["port_taken_by"] = "" if facts["ray"] else _port_user(address, port)
+    facts["port_taken_by"] = "" if own else _port_user(address, port)
     return facts
 
 

@@ -1,8 +1,9 @@
 """Where the time of a request goes, and how throughput grows with clients: `python benchmarks/serving.py [--ranks N]`.
 
-One service on this machine's CPU ranks, one run, medians of many. For each batch size the same batch is sent
-  in the ranks     the kernel alone, as the ranks' own clocks saw it (slowest rank of each step)
-  to the engine    in this process: queueing, joining, splitting, Ray or shared memory, the kernel
+One service on this machine's ranks (CPU processes, or GPUs with --device cuda), one run, medians of many. For each batch size the
+same batch is sent
+  in the ranks     the kernel alone, as the ranks' own clocks saw it (slowest rank of each step), and its copy to the device
+  to the engine    in this process: queueing, joining, splitting, the sockets to Ray's actors, the kernel
   over gRPC        from a client in another process: all of it
 and the differences are reported, beside the time to copy the request's and the reply's bytes four times over in memory.
 """
@@ -31,6 +32,7 @@ TOKENS = (1, 64, 4096)
 CLIENTS = (1, 8, 64)
 CLIENT_TOKENS = 16  # each request of the throughput part
 SIZES = {"hidden": 2048, "intermediate": 256, "num_experts": 16, "top_k": 2, "num_layers": 2, "seed": 1}
+LARGE = {"hidden": 7168, "intermediate": 2048, "num_experts": 32, "top_k": 8, "num_layers": 1, "seed": 1}
 
 
 def copy_ms(nbytes: int) -> float:
@@ -49,12 +51,12 @@ def median_ms(call, repeats: int) -> float:
     return statistics.median(times[2:])
 
 
-def ask(address: str, layer: int, num_tokens: int, hidden: int, repeats: int) -> float:
+def ask(address: str, layer: int, num_tokens: int, hidden: int, repeats: int, dtype: torch.dtype) -> float:
     """In a process of its own: median ms of one call."""
     from epserve.client import Client
 
     torch.set_num_threads(1)
-    x = torch.randn((num_tokens, hidden))
+    x = torch.randn((num_tokens, hidden)).to(dtype)
     with Client(address) as client:
         return median_ms(lambda: client.forward(layer, x, timeout=120), repeats)
 
@@ -88,23 +90,24 @@ async def _load(address: str, layer: int, clients: int, hidden: int, seconds: fl
 
 async def engine_ms(engine, layer: int, num_tokens: int, repeats: int) -> tuple[float, float]:
     """Median ms of a call to the engine, and of the ranks' own time within it."""
-    hidden = torch.randn((num_tokens, engine.info.hidden), dtype=torch.float32)
-    times, inside = [], []
+    hidden = torch.randn((num_tokens, engine.info.hidden)).to(engine.info.dtype)
+    times: list[float] = []
+    inside: list[float] = []
+    engine.on_step(lambda record: inside.append(max(sum(phases.values()) for phases in record.phases) * 1e3))
     for number in range(repeats + 2):
         batch = Batch(layer=layer, hidden=hidden, ids=None, weights=None, deadline=time.monotonic() + 120,
                       request_id=f"bench-{number}")  # fmt: skip
         start = time.perf_counter()
         await engine.forward(batch)
         times.append((time.perf_counter() - start) * 1e3)
-        inside.append(engine.status().last_step_kernel_s * 1e3)
-    return statistics.median(times[2:]), statistics.median(inside[2:])
+    return statistics.median(times[2:]), statistics.median(inside[2 : repeats + 2])
 
 
 async def measure(options, path: Path) -> dict:
     config = parse_config(
         {
             "model": {"path": str(path)},
-            "engine": {"ranks": options.ranks, "device": "cpu", "max_tokens_per_rank": 4096},
+            "engine": {"ranks": options.ranks, "device": options.device, "max_tokens_per_rank": 4096},
             "scheduler": {"join_wait_ms": options.join_wait_ms},
             "server": {"port": 0},
         }
@@ -121,13 +124,14 @@ async def measure(options, path: Path) -> dict:
         for num_tokens in options.tokens:
             repeats = options.repeats if num_tokens < 1000 else max(5, options.repeats // 4)
             in_engine, in_kernel = await engine_ms(engine, layer, num_tokens, repeats)
-            over_grpc = await elsewhere(ask, num_tokens, engine.info.hidden, repeats)
-            nbytes = num_tokens * engine.info.hidden * 4
+            over_grpc = await elsewhere(ask, num_tokens, engine.info.hidden, repeats, engine.info.dtype)
+            nbytes = num_tokens * engine.info.hidden * engine.info.dtype.itemsize
             floor = 4 * 2 * copy_ms(nbytes)
             result["latency"].append({
                 "tokens": num_tokens, "kernel_ms": in_kernel, "runtime_ms": in_engine - in_kernel,
                 "grpc_ms": over_grpc - in_engine, "total_ms": over_grpc, "four_copies_ms": floor,
                 "overhead_over_copies": (over_grpc - in_kernel) / floor, "total_over_kernel": over_grpc / in_kernel})  # fmt: skip
+        result["backends"] = engine.status().backends
         for clients in options.clients:
             result["throughput"].append(await elsewhere(load, clients, engine.info.hidden, options.seconds))
     pool.close()
@@ -149,6 +153,8 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--large", action="store_true", help="a layer of DeepSeek-V3's width in bf16, for GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     parser.add_argument("--repeats", type=int, default=40)
@@ -159,11 +165,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        write_demo_checkpoint("mixtral", path, dtype=torch.float32, **SIZES)
+        sizes, dtype = (LARGE, torch.bfloat16) if options.large else (SIZES, torch.float32)
+        write_demo_checkpoint("mixtral", path, dtype=dtype, **sizes)
         result = asyncio.run(measure(options, path))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result["host"] = {"machine": platform.platform(), "cpus": multiprocessing.cpu_count(), "ranks": options.ranks,
-                      "torch": torch.__version__, "commit": commit.stdout.strip(), "sizes": SIZES}  # fmt: skip
+                      "torch": torch.__version__, "commit": commit.stdout.strip(), "sizes": sizes, "device": options.device,
+                      "backends": result.pop("backends")}  # fmt: skip
     show(result["latency"])
     show(result["throughput"])
     if options.json:

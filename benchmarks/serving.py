@@ -1,4 +1,4 @@
-"""Where the time of a request goes, and how throughput grows with clients: `python benchmarks/serving.py [--ranks N]`.
+"""Where the time of a request goes, and how throughput grows with clients: `python -m benchmarks.serving [--ranks N]`.
 
 One service on this machine's ranks (CPU processes, or GPUs with --device cuda), one run, medians of many. For each batch size the
 same batch is sent

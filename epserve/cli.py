@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epserve import __version__, cluster_cli
+from epserve import __version__, admin_cli, cluster_cli
 from epserve.errors import EpserveError
 from epserve.serving import logs
 
@@ -172,6 +172,8 @@ def demo(
 
 
 app.command()(cluster_cli.plan)
+app.command()(admin_cli.rebalance)
+app.command()(admin_cli.scale)
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class SchedulerConfig(_Section):
     """Most tokens that are joined into one step, over all ranks."""
     join_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """How long a step may wait for more requests while the ranks are idle."""
-    heartbeat_s: Annotated[float, Field(gt=0)] = 5.0
+    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """A rank that is silent for so long counts as hung: its process is killed and replaced. Lower is quicker, and on a
     crowded machine riskier."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 30.0

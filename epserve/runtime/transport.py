@@ -14,6 +14,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,6 +75,7 @@ class SocketLink:
         self._pending: dict[int, _Pending] = {}
         self._outgoing: asyncio.Queue[list] = asyncio.Queue()
         self._beats = 0  # counts down: steps have the numbers above
+        self.heard = 0.0  # when the last answer came, time.monotonic()
         self.lost = False
         self._tasks = {asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())}
         for task in self._tasks:
@@ -128,6 +130,7 @@ class SocketLink:
         try:
             while True:
                 header = await wire.receive_header_async(self._sock)
+                self.heard = time.monotonic()
                 pending = self._pending[header["step"]]
                 if header["tensors"] and pending.out.numel():
                     await wire.receive_exactly_async(self._sock, wire.as_bytes(pending.out))

@@ -14,7 +14,7 @@ from epserve.serving.clients import Accounts
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Load balancers and kubelets ask for health without credentials."""
-ADMIN_METHODS = "/grpc.reflection."
+ADMIN_METHODS = ("/grpc.reflection.", "/epserve.v1.Admin/")
 """For tokens that are marked `admin`, where any is."""
 
 

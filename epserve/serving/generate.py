@@ -1,4 +1,4 @@
-"""Generate the stubs beside `epserve.proto` and `inference.proto`: `python -m epserve.serving.generate [--check]`.
+"""Generate the stubs beside `epserve.proto`, `admin.proto` and `inference.proto`: `python -m epserve.serving.generate [--check]`.
 
 --check writes nothing and fails when the committed stubs differ from what would be generated.
 """
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROTOS = ("epserve.proto", "inference.proto")
+PROTOS = ("epserve.proto", "admin.proto", "inference.proto")
 STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 GRPC_FLOOR = "1.80.0"
 """Oldest grpcio that has what the stubs call. The generator would demand its own version, newer than many GPU images have."""

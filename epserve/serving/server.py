@@ -15,11 +15,14 @@ from grpc_reflection.v1alpha import reflection
 
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError
+from epserve.serving import admin_pb2 as admin_pb
+from epserve.serving import admin_pb2_grpc as admin_pb_grpc
 from epserve.serving import auth, tracing, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import inference_pb2 as kserve_pb
 from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
+from epserve.serving.admin import AdminServicer
 from epserve.serving.calls import Calls
 from epserve.serving.clients import Accounts
 from epserve.serving.kserve import InferenceServicer
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("epserve.serving")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+ADMIN_SERVICE = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 INFERENCE_SERVICE = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH_NAMES = ("", SERVICE, INFERENCE_SERVICE)
 HOUSEKEEPING_S = 1.0
@@ -108,6 +112,8 @@ class Server:
         )
         names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
         pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(calls), server)
+        admin_pb_grpc.add_AdminServicer_to_server(AdminServicer(self._engine, guarded=accounts.guarded), server)
+        names.append(ADMIN_SERVICE)
         if config.inference_protocol:
             kserve_pb_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(calls), server)
             names.append(INFERENCE_SERVICE)

@@ -1,0 +1,62 @@
+"""`epserve rebalance` and `epserve scale`: what an operator asks of a running service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Address = Annotated[str, typer.Argument(help="host:port of a service.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File whose first line is a bearer token that is marked admin.")]
+Authority = Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait.")]
+
+
+def rebalance(
+    address: Address = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: Authority = None, timeout: Timeout = 600
+) -> None:
+    """Move experts to where they balance the load that was counted, while the service goes on."""
+    from epserve.serving import admin_pb2 as pb
+
+    done = _call("Rebalance", pb.RebalanceRequest(), address, token_file, tls_ca, timeout)
+    print(
+        f"{done.moved} slots moved in {len(done.layers)} layers in {done.seconds:.1f} s; the busiest rank had"
+        f" {done.imbalance_before:.2f} of the mean, now {done.imbalance_after:.2f}"
+    )
+    if done.skipped:
+        print(f"no memory for layers {', '.join(map(str, done.skipped))}: they stayed as they were")
+
+
+def scale(
+    address: Annotated[str, typer.Argument(help="host:port of a service.")],
+    ranks: Annotated[int, typer.Argument(help="How many there shall be.", min=1)],
+    token_file: TokenFile = None,
+    tls_ca: Authority = None,
+    timeout: Timeout = 600,
+) -> None:
+    """Go on with another number of ranks; requests wait for a moment, none is lost."""
+    from epserve.serving import admin_pb2 as pb
+
+    done = _call("Scale", pb.ScaleRequest(ranks=ranks), address, token_file, tls_ca, timeout)
+    print(f"{done.before} -> {done.after} ranks in {done.seconds:.1f} s; requests waited {done.paused_seconds:.2f} s")
+
+
+def _call(method: str, request, address: str, token_file: Path | None, tls_ca: Path | None, timeout: float):
+    import grpc
+
+    from epserve.errors import EpserveError
+    from epserve.serving import admin_pb2_grpc as pb_grpc
+
+    metadata = []
+    if token_file is not None:
+        metadata.append(("authorization", f"Bearer {token_file.read_text().split()[0]}"))
+    if tls_ca is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(tls_ca.read_bytes()))
+    with channel:
+        try:
+            return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)
+        except grpc.RpcError as error:
+            raise EpserveError(f"{address}: {error.code().name}: {error.details()}") from None

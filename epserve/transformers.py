@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -31,7 +32,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 
 from epserve.client import Client, ClientOptions, RetryPolicy
-from epserve.errors import CheckpointError, ConfigError, EpserveError, Incompatible, InvalidRequest
+from epserve.errors import CheckpointError, ConfigError, EpserveError, Incompatible, InvalidRequest, NotReady
 from epserve.models.checkpoint import fingerprint
 from epserve.models.expert_modules import ExpertsLayer, find_layers, is_experts
 from epserve.models.tensors import read_index, read_json
@@ -46,26 +47,17 @@ BLOCK_FAMILIES = ("deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 log = logging.getLogger(__name__)
 
 
-class Transport(Protocol):
-    """What `epserve.client.Client` has of it; tests put an engine in the same process here."""
-
-    def model(self) -> Any: ...
-
-    def forward(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> Any: ...
-
-    def forward_async(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> Any: ...
-
-    def close(self) -> None: ...
-
-
 class Service:
     """A connection that models use for their experts. Made by `connect`; `close` it when the models are done."""
 
-    def __init__(self, transport: Transport, *, gate: str):
+    def __init__(self, transport: Any, *, gate: str, shared_memory_bytes: int = 0):
         self.transport, self.gate = transport, gate
         self.model = transport.model()
         """GetModelReply: what is served, and the limits of a request."""
         self.closed = False
+        self._shared_memory_bytes = shared_memory_bytes
+        self._held = ExitStack()  # the region's registration
+        self._region: Any = None
 
     @property
     def max_tokens(self) -> int:
@@ -89,21 +81,19 @@ class Service:
             raise InvalidRequest(
                 "hidden_states: the service computes no gradients; call the model under torch.no_grad()"
             )
-        tokens, cap = hidden_MK.shape[0], self.max_tokens
-        if tokens <= cap:
-            return self.transport.forward(layer, hidden_MK, ids_Mt, weights_Mt)
-        pieces = []
-        for start in range(0, tokens, cap):
-            rows = slice(start, start + cap)
-            routing = () if ids_Mt is None or weights_Mt is None else (ids_Mt[rows], weights_Mt[rows])
-            pieces.append(self.transport.forward_async(layer, hidden_MK[rows], *routing))
-        return torch.cat([piece.result() for piece in pieces])
+        given = [value for value in (hidden_MK, ids_Mt, weights_Mt) if value is not None]
+        if len(hidden_MK) <= self.max_tokens:
+            return self._over_region(self.transport.forward, layer, given)
+        pieces = list(zip(*(value.split(self.max_tokens) for value in given), strict=True))
+        sent = [self._over_region(self.transport.forward_async, layer, piece) for piece in pieces]
+        return torch.cat([self._result(future, layer, piece) for future, piece in zip(sent, pieces, strict=True)])
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
             if self in _open:
                 _open.remove(self)
+            self._held.close()
             self.transport.close()
 
     def __enter__(self) -> Service:
@@ -112,23 +102,58 @@ class Service:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def register_region(self) -> None:
+        """Make the shared memory known to the service; does nothing where there is none, or it is known."""
+        if self._region is None and self._shared_memory_bytes:
+            self._region = self._held.enter_context(self.transport.register_region(self._shared_memory_bytes))
+
+    def _over_region(self, send: Callable[..., Any], layer: int, given: Sequence[torch.Tensor]) -> Any:
+        """Through the shared memory; over the wire where there is none, it is full, or the service does not know it."""
+        with suppress(EpserveError):  # a service that is just away: the request below waits for it
+            self.register_region()
+        if self._region is None:
+            return send(layer, *given)
+        try:
+            return send(layer, *given, region=self._region)
+        except (NotReady, InvalidRequest) as error:
+            self._doubt_region(error)
+        return send(layer, *given)
+
+    def _result(self, future: Any, layer: int, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        try:
+            return future.result()
+        except (NotReady, InvalidRequest) as error:
+            if self._region is None:
+                raise
+            self._doubt_region(error)
+        return self.transport.forward(layer, *given)
+
+    def _doubt_region(self, error: EpserveError) -> None:
+        """A full region stays; after any other error the service may have restarted, and the next request registers anew."""
+        if getattr(error, "field", "") != "region":
+            self._region = None
+            self._held.close()
+
 
 _open: list[Service] = []
 _loading: ContextVar[Service | None] = ContextVar("epserve_loading", default=None)
 
 
 def connect(
-    target: str | Transport,
+    target: Any,
     *,
     options: ClientOptions | None = None,
     retry_for_s: float = RETRY_FOR_S,
     gate: str = "local",
+    shared_memory_bytes: int = 0,
 ) -> Service:
     """Connect to a service at "host:port". Until it is closed, models loaded with "epserve" use it (the last one opened).
 
+    target: an address, or an object with the methods of `epserve.client.Client`.
     options: token and TLS; its timeout and retries are replaced by `retry_for_s`.
     gate: "local": this process gates and computes shared experts. "remote": the service does both, and their weights are
     not loaded here either; for families whose block returns hidden states only.
+    shared_memory_bytes: for a service on this host: tensors go through so much shared memory instead of messages.
     Raises EpserveError where the service cannot be reached.
     """
     if gate not in ("local", "remote"):
@@ -138,7 +163,8 @@ def connect(
         retry = RetryPolicy(attempts=1_000_000)  # the deadline decides
         target = Client(target, ClientOptions(token=given.token, tls=given.tls, timeout_s=retry_for_s, retry=retry))
     try:
-        service = Service(target, gate=gate)
+        service = Service(target, gate=gate, shared_memory_bytes=shared_memory_bytes)
+        service.register_region()
     except EpserveError:
         target.close()
         raise
@@ -196,7 +222,7 @@ def attach(model: PreTrainedModel, service: Service, dtype: torch.dtype) -> None
         if service.gate == "remote":
             name = layer.name.rpartition(".")[0]
             module = model.get_submodule(name)
-            vars(module)["forward"] = functools.partial(_block_forward, binding)
+            vars(module)["forward"] = partial(_block_forward, binding)
         vars(layer.module)[BINDING] = binding
         emptied |= _empty(name, module)
     model._keys_to_ignore_on_load_unexpected = {  # read by transformers; elsewhere they would be reported as surplus

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epserve.transformers
-from epserve.errors import CheckpointError, ConfigError, Incompatible, InvalidRequest
+from epserve.errors import CheckpointError, ConfigError, Incompatible, InvalidRequest, NotReady
 
 from .coverage_table import InProcess, quantise_experts, write_checkpoint
 
@@ -321,6 +322,48 @@ def test_fp8_checkpoint(folder, tmp_path):
         assert torch.equal(greedy(remote), greedy(local))
 
 
+class WithRegions(InProcess):
+    """A service that knows regions until it restarts, and finds the second request of each region too large for it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.known, self.registered, self.over_region, self.away = set(), 0, 0, False
+
+    @contextmanager
+    def register_region(self, size):
+        if self.away:
+            raise NotReady("away")
+        self.registered += 1
+        self.known.add(self.registered)
+        yield self.registered
+
+    def forward(self, *args, region=None):
+        if region is not None:
+            self.over_region += 1
+            if region not in self.known:
+                raise InvalidRequest("hidden_states: no region of this client is registered", field="hidden_states")
+            if self.over_region == 2:
+                raise InvalidRequest("region: 4096 bytes are wanted, 0 are free", field="region")
+        return super().forward(*args)
+
+
+def test_shared_memory_that_is_full_or_forgotten_is_passed_over(qwen):
+    local = AutoModelForCausalLM.from_pretrained(qwen)
+    served = WithRegions(qwen)
+    with epserve.transformers.connect(served, shared_memory_bytes=1 << 20) as service:
+        remote = load(qwen, service)
+        wanted = greedy(local)
+        assert torch.equal(greedy(remote), wanted)
+        assert (served.registered, served.over_region > 20) == (1, True)  # full once, kept nevertheless
+        served.known.clear()  # as after a restart
+        assert torch.equal(greedy(remote), wanted)
+        assert served.registered == 2
+        served.known.clear()
+        served.away = True
+        assert torch.equal(greedy(remote), wanted)
+        assert served.registered == 2
+
+
 @pytest.mark.slow
 def test_peak_memory_of_a_client(tmp_path):
     """In a process of its own, whose peak may grow by the weights that are not experts', and 2 % of them."""
@@ -336,6 +379,7 @@ def test_peak_memory_of_a_client(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig

@@ -102,17 +102,24 @@ class At(LogitsProcessor):
 def test_a_family_without_a_table_and_a_service_that_dies_in_the_middle_of_generate(tmp_path):
     path = write_checkpoint("qwen3_next", tmp_path / "checkpoint")
     wanted = greedy(AutoModelForCausalLM.from_pretrained(path))
-    with served(path, tmp_path) as service, epserve.transformers.connect(service.address) as experts:
-        remote = AutoModelForCausalLM.from_pretrained(path, experts_implementation="epserve")
-        assert experts.max_tokens == 8  # the prompts have 14
-        assert torch.equal(greedy(remote), wanted)
+    with (
+        served(path, tmp_path) as service,
+        epserve.transformers.connect(service.address) as wire,
+        epserve.transformers.connect(service.address, shared_memory_bytes=1 << 20) as memory,
+    ):
+        over_wire = epserve.transformers.from_pretrained(path, wire)
+        over_memory = epserve.transformers.from_pretrained(path, memory)
+        assert wire.max_tokens == 8  # the prompts have 14
+        assert torch.equal(greedy(over_wire), wanted)
+        assert torch.equal(greedy(over_memory), wanted)
 
         def die():
             service.kill()
             threading.Timer(1.0, service.start).start()  # some calls find nobody at the port
 
-        assert torch.equal(greedy(remote, logits_processor=[At(10, die)]), wanted)
+        assert torch.equal(greedy(over_wire, logits_processor=[At(10, die)]), wanted)
         service.wait()
+        assert torch.equal(greedy(over_memory), wanted)  # the new server does not know the old memory
 
     with pytest.raises(EpserveError):
         epserve.transformers.connect(service.address, retry_for_s=0.5)

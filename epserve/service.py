@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -50,13 +50,18 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(each)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    await _until(stop, _serve(config, ready_file, stop))
+    def listen() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+
+    listen()
+    await _until(stop, _serve(config, ready_file, listen))
 
 
-async def _serve(config: Config, ready_file: Path | None, stop: asyncio.Event) -> None:
+async def _serve(config: Config, ready_file: Path | None, listen: Callable[[], None]) -> None:
+    """Until cancelled."""
     async with running(config) as (engine, server):
+        listen()  # again: Ray's start puts a handler of its own in between, which prints a stack for each SIGTERM
         log.info(
             "ready: %s on %d ranks, grpc on %s:%d",
             engine.info.name,
@@ -73,7 +78,8 @@ async def _serve(config: Config, ready_file: Path | None, stop: asyncio.Event) -
             )
             scratch.replace(ready_file)
         try:
-            await stop.wait()
+            # NOTE: not on the stop event: it would wake this task first, and the cancel would then hit the drain.
+            await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             log.info("stopping")  # _until cancels at the first signal; leaving this block drains
         finally:

@@ -41,7 +41,7 @@ def build(name: str, function, warps: int, types: dict[str, str] | None = None, 
     return {
         "name": name,
         "warps": warps,
-        **usage(made.asm["cubin"]),
+        **usage(ptx),
         "shared": made.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
@@ -54,16 +54,17 @@ def build(name: str, function, warps: int, types: dict[str, str] | None = None, 
     }
 
 
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers and stack bytes, by the tool that Triton's wheel carries."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def usage(ptx: str) -> dict[str, int]:
+    """Registers, and bytes spilled to memory, by the assembler that Triton's wheel carries."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return {"registers": int(found.group(1)), "stack": int(found.group(2))}
+        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled, registers = re.search(r"(\d+) bytes spill stores", text), re.search(r"Used (\d+) registers", text)
+    assert spilled and registers, text
+    return {"registers": int(registers.group(1)), "spilled": int(spilled.group(1))}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ kernel of this heap does nothing: the context survives, the host raises, and the
 Under Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU ranks over shared files.
 """
 
+# ruff: noqa: RUF005, Triton knows no (*tuple, item)
 from __future__ import annotations
 
 import os
@@ -48,6 +49,7 @@ IDS = tl.constexpr(7)  # two rows: of the spaced layout, then of the dense one
 STEP = tl.constexpr(0)  # dispatches that have been received
 HIGH = tl.constexpr(1)  # rows of the spaced layout that may hold ids at the peers
 
+FEW_RANKS = tl.constexpr(4)  # whose addresses are kept in registers
 SHARES = tl.constexpr(4096)  # what a step adds to a dispatch flag; the most programs
 
 
@@ -142,31 +144,22 @@ def _received(table, flags, ctl, failed, tokens, dense, limit_ns, W: tl.constexp
 
 
 @triton.jit
-def _is_here(ids, offsets, rank):
-    first = tl.load(offsets + rank)
-    return (ids >= first) & (ids < tl.load(offsets + rank + 1)), first
-
-
-@triton.jit
-def _send_tile(table, ids_part, rank, row, value, scale, ids, weights, at, group, offsets,
+def _send_tile(rows, scales, records_ids, records_weights, first, end, row, value, scale, ids, weights, at, group,
                live, records, H: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """One tile of rows and, with its first columns, the routing record, to one rank."""
-    here, first = _is_here(ids, offsets, rank)
+    """One tile of rows and, with its first columns, the routing record, to the rank that holds experts first .. end-1."""
+    here = (ids >= first) & (ids < end)
     wanted = tl.max(here.to(tl.int32), 1) > 0
     if FP8:
-        tl.store(_peer(table, ROWS, rank, value.dtype) + row[:, None, None] * H + at[None], value,
-                 mask=wanted[:, None, None] & (at < H)[None])  # fmt: skip
-        tl.store(_peer(table, SCALES, rank, tl.float32) + row[:, None] * (H // 128) + group[None, :], scale,
+        tl.store(rows + row[:, None, None] * H + at[None], value, mask=wanted[:, None, None] & (at < H)[None])
+        tl.store(scales + row[:, None] * (H // 128) + group[None, :], scale,
                  mask=wanted[:, None] & (group < H // 128)[None, :])  # fmt: skip
     else:
-        tl.store(_peer(table, ROWS, rank, value.dtype) + row[:, None] * H + at[None, :], value,
-                 mask=wanted[:, None] & (at < H)[None, :])  # fmt: skip
+        tl.store(rows + row[:, None] * H + at[None, :], value, mask=wanted[:, None] & (at < H)[None, :])
     if records:
         k = tl.arange(0, triton.next_power_of_2(K))
         cell, real = row[:, None] * K + k[None, :], live[:, None] & (k < K)[None, :]
-        their_ids = tl.load(table + (IDS + ids_part) * TAB + rank).to(tl.pointer_type(tl.int32))
-        tl.store(their_ids + cell, tl.where(here, ids - first, -1), mask=real)
-        tl.store(_peer(table, WEIGHTS, rank, tl.float32) + cell, weights, mask=real & wanted[:, None])
+        tl.store(records_ids + cell, tl.where(here, ids - first, -1), mask=real)
+        tl.store(records_weights + cell, weights, mask=real & wanted[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "limit_ns", "dense"])
@@ -184,8 +177,17 @@ def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_
     alive = _agree(tl.load(failed) == 0)
     high = tl.where(dense != 0, 0, tl.load(ctl + HIGH))
     chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    KIND: tl.constexpr = tl.float8e4nv if FP8 else x.dtype.element_ty
     k = tl.arange(0, triton.next_power_of_2(K))
     units = tl.cdiv(tokens, TILE) * chunks * alive
+    row_at, scale_at, id_at, weight_at, bounds = (), (), (), (), (tl.load(offsets),)
+    if W <= FEW_RANKS:  # what does not change is loaded once, and not once a tile by every thread
+        for r in tl.static_range(W):
+            row_at = row_at + (_peer(table, ROWS, r, KIND),)
+            scale_at = scale_at + (_peer(table, SCALES, r, tl.float32),)
+            id_at = id_at + (_peer(table + dense * TAB, IDS, r, tl.int32),)
+            weight_at = weight_at + (_peer(table, WEIGHTS, r, tl.float32),)
+            bounds = bounds + (tl.load(offsets + r + 1),)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         t = (unit // chunks) * TILE + tl.arange(0, TILE)
         c = unit % chunks
@@ -207,18 +209,22 @@ def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_
             value = tl.load(x + t[:, None] * H + at[None, :], mask=live[:, None] & (at < H)[None, :])
             scale = w
         row = first_row + t
-        if W <= 8:
+        if W <= FEW_RANKS:
             for r in tl.static_range(W):
-                _send_tile(table, dense, r, row, value, scale, e, w, at, group, offsets, live, c == 0, H, K, FP8)
+                _send_tile(row_at[r], scale_at[r], id_at[r], weight_at[r], bounds[r], bounds[r + 1], row, value, scale,
+                           e, w, at, group, live, c == 0, H, K, FP8)  # fmt: skip
         else:
-            for r in range(W):
-                _send_tile(table, dense, r, row, value, scale, e, w, at, group, offsets, live, c == 0, H, K, FP8)
+            for peer in range(W):
+                _send_tile(_peer(table, ROWS, peer, KIND), _peer(table, SCALES, peer, tl.float32),
+                           _peer(table + dense * TAB, IDS, peer, tl.int32), _peer(table, WEIGHTS, peer, tl.float32),
+                           tl.load(offsets + peer), tl.load(offsets + peer + 1), row, value, scale,
+                           e, w, at, group, live, c == 0, H, K, FP8)  # fmt: skip
     stale = tl.maximum(high - tokens, 0) * K * alive
     span: tl.constexpr = 1024
     for unit in range(tl.program_id(0), tl.cdiv(stale, span), tl.num_programs(0)):
         cell = unit * span + tl.arange(0, span)
-        for r in range(W):
-            their_ids = tl.load(table + IDS * TAB + r).to(tl.pointer_type(tl.int32))
+        for peer in range(W):
+            their_ids = _peer(table, IDS, peer, tl.int32)
             tl.store(their_ids + (first_row + tokens) * K + cell, tl.zeros_like(cell) - 1, mask=cell < stale)
     tl.debug_barrier()  # all of this program's stores come before its share
     if alive != 0:
@@ -238,10 +244,9 @@ def dispatch_wait(table, flags, ctl, failed, tokens, limit_ns: tl.int64, dense, 
 
 
 @triton.jit
-def _add_rank(total, table, rank, row, at, ids, offsets, dtype: tl.constexpr, H: tl.constexpr):
-    here, _ = _is_here(ids, offsets, rank)
-    wanted = tl.max(here.to(tl.int32), 1) > 0
-    there = _peer(table, Y, rank, dtype) + row[:, None] * H + at[None, :]
+def _add_rank(total, y, first, end, row, at, ids, H: tl.constexpr):
+    wanted = tl.max(((ids >= first) & (ids < end)).to(tl.int32), 1) > 0
+    there = y + row[:, None] * H + at[None, :]
     return total + tl.load(there, mask=wanted[:, None] & (at < H)[None, :], other=0.0).to(tl.float32)
 
 
@@ -263,6 +268,11 @@ def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.
     chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
     k = tl.arange(0, triton.next_power_of_2(K))
     units = tl.cdiv(tokens, TILE) * chunks * ready
+    y_at, bounds = (), (tl.load(offsets),)
+    if W <= FEW_RANKS:
+        for r in tl.static_range(W):
+            y_at = y_at + (_peer(table, Y, r, out.dtype.element_ty),)
+            bounds = bounds + (tl.load(offsets + r + 1),)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         t = (unit // chunks) * TILE + tl.arange(0, TILE)
         live = t < tokens
@@ -271,12 +281,13 @@ def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.
         e = tl.load(ids + t[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=-1)
         total = tl.zeros([TILE, BLOCK], tl.float32)
         row = first_row + t
-        if W <= 8:
+        if W <= FEW_RANKS:
             for r in tl.static_range(W):
-                total = _add_rank(total, table, r, row, at, e, offsets, out.dtype.element_ty, H)
+                total = _add_rank(total, y_at[r], bounds[r], bounds[r + 1], row, at, e, H)
         else:
-            for r in range(W):
-                total = _add_rank(total, table, r, row, at, e, offsets, out.dtype.element_ty, H)
+            for peer in range(W):
+                total = _add_rank(total, _peer(table, Y, peer, out.dtype.element_ty), tl.load(offsets + peer),
+                                  tl.load(offsets + peer + 1), row, at, e, H)  # fmt: skip
         tl.store(
             out + t[:, None] * H + at[None, :], total.to(out.dtype.element_ty), mask=live[:, None] & (at < H)[None, :]
         )

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Direct:
             chosen = [host for host in group if host in hosts]
             set_up = self._commands("initialization", "setup", f"{kind}_setup")
             start = self._commands(f"{kind}_start_ray")
-            done = each(chosen, lambda host, steps=(set_up, start): self._node(host, *steps, limit))  # type: ignore[misc]
+            done = each(chosen, partial(self._node, set_up=set_up, start=start, limit=limit))
             problems = [str(error) for error in done.values() if isinstance(error, ClusterError)]
             if problems:
                 raise ClusterError("the nodes could not be set up:" + "".join(f"\n  - {each}" for each in problems))
@@ -55,7 +56,7 @@ class Direct:
         commands = [command for kind in kinds for command in self.data.get(f"{kind}_commands", [])]
         return [AUTOSCALER.sub("", command) for command in commands]
 
-    def _node(self, host: str, set_up: list[str], start: list[str], limit: float) -> None:
+    def _node(self, host: str, *, set_up: list[str], start: list[str], limit: float) -> None:
         for remote, local in self.data.get("file_mounts", {}).items():
             self._copy(host, local, remote, limit)
         self._run(host, set_up, limit)

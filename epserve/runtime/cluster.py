@@ -25,6 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 1.0
 OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
+SLOW_START = "timed out during startup"
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
 
 
@@ -58,8 +59,7 @@ class Cluster:
             # starts here; setting it after `import ray` would be half seen and break the start.
             cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
             with _quiet():
-                ray.init(
-                    address="local",
+                _start(
                     num_cpus=max(cpus, os.cpu_count() or 1),
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
@@ -170,6 +170,18 @@ class Gang:
             remove_placement_group(group)
         self._groups.clear()
         self._free.clear()
+
+
+def _start(**options: Any) -> None:
+    """Ray gives its own start 30 s, a constant in its code, which a busy machine exceeds: then once more."""
+    try:
+        ray.init(address="local", **options)
+    except Exception as error:  # Ray raises a plain Exception here
+        if SLOW_START not in str(error):
+            raise
+        log.warning("Ray took longer to start than it gives itself; starting it once more")
+        ray.shutdown()
+        ray.init(address="local", **options)
 
 
 def _probe(address: str) -> None:

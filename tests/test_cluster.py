@@ -233,3 +233,25 @@ def test_stop_service_ends_the_whole_tree_of_a_service_that_ignores_signals(tmp_
     assert node.stop_service(str(tmp_path), 0.5)["stopped"] == 2
     assert time.monotonic() - start < 5
     process.wait(5)
+
+
+def test_a_slow_start_of_ray_is_tried_once_more_and_other_failures_are_not(monkeypatch):
+    import ray
+
+    from epserve.runtime import cluster
+
+    calls, failures = [], ["The current node timed out during startup. This could", "no space left on device"]
+
+    def init(**options):
+        calls.append(options)
+        if failures:
+            raise Exception(failures.pop(0))
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Exception, match="no space left"):
+        cluster._start(num_cpus=1)
+    assert calls == [{"address": "local", "num_cpus": 1}] * 2
+    failures.append("no space left on device")
+    with pytest.raises(Exception, match="no space left"):
+        cluster._start(num_cpus=1)
+    assert len(calls) == 3

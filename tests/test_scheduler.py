@@ -133,6 +133,24 @@ async def scheduler(ranks):
     await scheduler.close()
 
 
+async def test_missing_experts_are_refused_where_that_is_configured(ranks):
+    scheduler = Scheduler(SchedulerConfig(), ranks, wait_for_ranks=False)
+    ranks.serving.clear()
+    waiting = asyncio.ensure_future(scheduler.submit(batch(3)))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()  # a spare takes over in a moment
+    ranks.experts_missing = True
+    scheduler.refuse_waiting()
+    with pytest.raises(RankFailed, match="when_experts_missing is refuse"):
+        await waiting
+    with pytest.raises(RankFailed, match="when_experts_missing is refuse"):
+        await scheduler.submit(batch(2))
+    ranks.experts_missing = False
+    ranks.serving.set()
+    assert (await scheduler.submit(batch(2))).shape == (2, HIDDEN)
+    await scheduler.close()
+
+
 async def test_many_clients_share_steps_and_get_their_own_rows(scheduler, ranks):
     batches = [batch(count, layer=layer, seed=count) for count in (1, 2, 3) for layer in (1, 2)]
     results = await asyncio.gather(*(scheduler.submit(each) for each in batches))

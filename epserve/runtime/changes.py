@@ -70,7 +70,7 @@ class Changes:
         self._versions = itertools.count(1)
         self._one = asyncio.Lock()
         self._full: Arrangement | None = None  # what to grow back to
-        self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each slot when its placement began
+        self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each expert when its placement began
         self._tasks: set[asyncio.Task] = set()
         self.rebalances = 0
         self.skipped_layers = 0
@@ -89,16 +89,9 @@ class Changes:
 
     def loads(self, layer: int) -> list[float]:
         """Tokens of each logical expert since the layer's present placement began."""
-        pool = self._pool
-        placement = pool.arrangement.placements[layer]
-        counts_P = pool.load.total()[pool.load.layers.index(layer)]
-        since = self._counted.get(layer)
-        if since is not None and since.shape == counts_P.shape:
-            counts_P = counts_P - since
-        loads = [0.0] * placement.num_logical
-        for expert, count in zip(placement.physical_to_logical, counts_P.tolist(), strict=False):
-            loads[expert] += max(count, 0)
-        return loads
+        counts_E = self._pool.load.of_layer(layer)
+        since_E = self._counted.get(layer)
+        return (counts_E if since_E is None else counts_E - since_E).tolist()
 
     async def rebalance(self, *, above: float = 1.0, loads: dict[int, Sequence[float]] | None = None) -> Rebalance:
         """Move the experts of layers whose imbalance is greater than `above`.
@@ -163,7 +156,7 @@ class Changes:
         # From here on, with no await in between, all steps of the layer have the new version.
         placements = {**pool.arrangement.placements, layer: placement}
         pool.arrangement = Arrangement(config=pool.arrangement.config, placements=placements)
-        self._counted[layer] = pool.load.total()[pool.load.layers.index(layer)]
+        self._counted[layer] = pool.load.of_layer(layer)
         await pool.steps_done()
         # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
         await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)

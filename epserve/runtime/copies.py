@@ -24,7 +24,9 @@ class HostCopies:
         whole = self._layers[layer]
         index = torch.tensor(experts, dtype=torch.int64)
         # Weights, biases and scales alike have the experts in front.
-        chosen = {name: _pick(tensor, index).to(device) for name, tensor in whole.experts.tensors().items()}
+        chosen: dict[str, Any] = {
+            name: _pick(tensor, index).to(device) for name, tensor in whole.experts.tensors().items()
+        }
         return LayerWeights(
             experts=replace(whole.experts, derived={}, **chosen),
             gate=moved(whole.gate, device),

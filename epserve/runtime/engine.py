@@ -50,7 +50,8 @@ class RankStatus:
 class EngineStatus:
     """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others.
 
-    expert_tokens: layer -> tokens of each physical expert, in the order of ranks and their slots; seconds old.
+    expert_tokens: layer -> tokens of each logical expert; seconds old. slots: layer -> logical expert of each slot, in
+    the order of ranks; all layers have as many slots on a rank.
     """
 
     state: State
@@ -62,6 +63,7 @@ class EngineStatus:
     recoveries: int
     replayed_requests: int
     expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     spares: int = 0
     """Processes that are ready to take over from a rank."""
     rebalances: int = 0
@@ -189,7 +191,12 @@ class Engine:
             rebalances=pool.changes.rebalances if pool is not None else 0,
             rebalances_skipped=pool.changes.skipped_layers if pool is not None else 0,
             expert_tokens=by_layer(pool.load) if pool is not None else {},
+            slots=self._slots() if pool is not None else {},
         )
+
+    def _slots(self) -> dict[int, tuple[int, ...]]:
+        assert self._pool is not None
+        return {layer: each.physical_to_logical for layer, each in self._pool.arrangement.placements.items()}
 
     def _explain_backends(self) -> str:
         chosen, members = self.plan.chosen, self._pool.members if self._pool is not None else ()

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
-from epserve.worker import LoadReport
+from epserve.worker import Arrangement, LoadReport
 
 from .agent import NodeAgent
 from .cluster import Place
@@ -81,6 +81,13 @@ class Member:
         except RayError as error:
             return self._failed(method, f"process gone ({type(error).__name__})", consequence=False)
 
+    async def take_over(self, arrangement: Arrangement, here: str, *, timeout: float) -> Any:
+        """A spare becomes a rank: its facts, its address, its report. Raises what is wrong."""
+        assert self.facts is not None
+        local = self.facts.node_id == here
+        (answered,) = await call_all([self], "take_over", arrangement, local, timeout=timeout, numbered=True)
+        return answered
+
     async def ping(self, timeout: float) -> bool:
         """Whether the process answers."""
         try:
@@ -94,8 +101,7 @@ class Member:
         assert self.facts is not None
         with contextlib.suppress(TimeoutError, RayError):
             counts = await answer(self.actor.load_counts.remote(), LOAD_TIMEOUT_S)
-            if len(counts) == totals.total().nbytes:  # else they were counted before a change of size
-                totals.update(self.rank, self.facts.pid, counts)
+            totals.update((self.facts.node_id, self.facts.pid), counts)
 
     async def beat(self, timeout: float) -> bool:
         """Whether the thread that runs the steps answers. While a step runs, its own deadline counts instead."""

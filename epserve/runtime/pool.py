@@ -34,7 +34,7 @@ from .members import Agents, Member, answer, call_all, check_distinct_gpus
 from .rank import GroupAddress, StoreActor
 from .spares import Spares
 from .supervisor import SETTLE_S, Recovery, Supervisor
-from .transport import SocketLink
+from .transport import LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Pool:
         self.members: list[Member] = []
         self.tokens_done: dict[int, int] = {}
         self.tokens_total = 0
-        self.load = LoadTotals(plan.layers, plan.placement.layout.num_experts)
+        self.load = LoadTotals(plan.layers, plan.placement.num_logical)
         self._phases: dict[int, tuple[dict[str, float], ...]] = {}
         self.generation = 0
         self.serving = asyncio.Event()
@@ -97,7 +97,7 @@ class Pool:
         backends = {report.backends for report in reports if report is not None}
         if len(backends) > 1:
             raise ConfigError(f"the ranks chose different backends {sorted(backends)}: name them in the configuration")
-        self.spares.refill()
+        self.spares.refill(delay=0)
         await self.spares.filled()
         self.started = True
         self.supervisor.start()
@@ -227,13 +227,29 @@ class Pool:
     async def prepare(self, new: Sequence[Member], arrangement: Arrangement) -> None:
         """Set up, connect and load; the ranks that serve notice nothing."""
         limit = self.config.cluster.start_timeout_s
+        known = [member for member in new if member.facts is not None]  # spares: one call instead of three
+        await self._set_up([member for member in new if member.facts is None], arrangement)
+        here = ray.get_runtime_context().get_node_id()
+        taken = await asyncio.gather(*(member.take_over(arrangement, here, timeout=limit) for member in known))
+        for member, (facts, address, report) in zip(known, taken, strict=True):
+            member.facts, member.report = facts, report
+            await self._connect(member, address)
+        self.agents.cover([member.facts.node_id for member in known if member.facts is not None])
+
+    async def _set_up(self, new: Sequence[Member], arrangement: Arrangement) -> None:
+        limit = self.config.cluster.start_timeout_s
         facts = await call_all(new, "set_up", arrangement, timeout=limit, numbered=True)
         for member, each in zip(new, facts, strict=True):
             member.facts = each
         check_distinct_gpus([each.facts for each in {*self.members, *new} if each.facts is not None])
         self.agents.cover([each.node_id for each in facts])
         here = ray.get_runtime_context().get_node_id()
-        await asyncio.gather(*(self._connect(member, here) for member in new))
+
+        async def connect(member: Member, local: bool) -> None:
+            (address,) = await call_all([member], "listen", local, timeout=CLOSE_TIMEOUT_S * 2)
+            await self._connect(member, address)
+
+        await asyncio.gather(*(connect(m, each.node_id == here) for m, each in zip(new, facts, strict=True)))
         reports = await call_all(new, "load", timeout=limit)
         for member, report in zip(new, reports, strict=True):
             member.report = report
@@ -242,8 +258,6 @@ class Pool:
         """All members into the next generation of the group, as `arrangement` has them."""
         limit = self.config.cluster.start_timeout_s
         self.generation += 1
-        if (slots := next(iter(self.arrangement.placements.values())).layout.num_experts) != self.load.total().shape[1]:
-            self.load = LoadTotals(self.plan.layers, slots)
         for rank, member in enumerate(self.members):
             member.rank = rank
         address, _ = await asyncio.gather(
@@ -262,9 +276,7 @@ class Pool:
         self.serving.set()
         self.on_state("serving")
 
-    async def _connect(self, member: Member, here: str) -> None:
-        assert member.facts is not None
-        (address,) = await call_all([member], "listen", member.facts.node_id == here, timeout=CLOSE_TIMEOUT_S * 2)
+    async def _connect(self, member: Member, address: LinkAddress) -> None:
         member.link = await SocketLink.open(address, lambda: self.supervisor.lost(member))
 
     def _new_store(self) -> Any:

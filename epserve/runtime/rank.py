@@ -119,7 +119,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def load_counts(self) -> bytes:
-        """Tokens of each served layer and physical expert (`LoadCounter.read`)."""
+        """Tokens of each served layer and logical expert (`LoadCounter.read`)."""
         return self._worker.load_counter.read() if self._worker is not None else b""
 
     @ray.method(concurrency_group="control")
@@ -128,14 +128,18 @@ class RankActor:
         if self._device_kind == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
-    def _warm(self) -> None:
+    def _warm(self) -> RankFacts:
         """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
-        self._take_device()
+        uuid = self._take_device()
         checkpoint = open_checkpoint(self._config.model.path, self._config.model.dtype)
         plan = rank_plan.plan_ranks(self._config, checkpoint.info, device=self._device.type)
         plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
         if self._config.engine.spare_weights == "host":
             self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
+        return self._facts(uuid)
+
+    def _take_over(self, rank: int, arrangement: Arrangement, local: bool) -> tuple[RankFacts, LinkAddress, LoadReport]:
+        return self._set_up(rank, arrangement), self._listen(local), self._load()
 
     def _take_device(self) -> str:
         """The GPU's id; empty on a CPU."""
@@ -150,16 +154,18 @@ class RankActor:
 
     def _set_up(self, rank: int, arrangement: Arrangement) -> RankFacts:
         self._rank, self._config = rank, arrangement.config
-        context = ray.get_runtime_context()
         uuid = self._take_device()
         self._worker = Worker(
             self._config, self._context(group=None), placements=arrangement.placements, source=self._copies
         )
         self._copies = None  # goes when the worker has read from it
+        return self._facts(uuid)
+
+    def _facts(self, uuid: str) -> RankFacts:
         return RankFacts(
             rank=self._rank,
             pid=os.getpid(),
-            node_id=context.get_node_id(),
+            node_id=ray.get_runtime_context().get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             device=str(self._device),
             gpu_uuid=uuid,

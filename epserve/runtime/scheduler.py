@@ -34,8 +34,12 @@ class Ranks(Protocol):
     """What the scheduler needs of the pool."""
 
     serving: asyncio.Event
-    num_ranks: int
-    experts_missing: bool
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def experts_missing(self) -> bool: ...
 
     async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
 

@@ -11,6 +11,7 @@ from .members import Member
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0  # after a spare that could not start
+REFILL_DELAY_S = 1.0  # the requests that waited for a recovery come first: a starting process takes a core for seconds
 
 
 class Spares:
@@ -30,10 +31,10 @@ class Spares:
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def refill(self) -> None:
-        """Start what is missing, one after the other, in the background: ranks that serve come first."""
+    def refill(self, *, delay: float = REFILL_DELAY_S) -> None:
+        """Start what is missing, one after the other, in the background."""
         if self._filling is None or self._filling.done():
-            self._filling = asyncio.ensure_future(self._fill())
+            self._filling = asyncio.ensure_future(self._fill(delay))
 
     async def filled(self) -> None:
         if self._filling is not None:
@@ -57,7 +58,8 @@ class Spares:
         self._filling.cancel()
         return [self._filling]
 
-    async def _fill(self) -> None:
+    async def _fill(self, delay: float) -> None:
+        await asyncio.sleep(delay)
         while len(self._ready) < self._enough:
             spare = self._make()
             try:
@@ -66,6 +68,7 @@ class Spares:
                 spare.discard()
                 raise
             if outcome.failure is None:
+                spare.facts = outcome.value
                 self._ready.append(spare)
                 log.info("a spare is ready (%d of %d)", len(self._ready), self._enough)
                 continue

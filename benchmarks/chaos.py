@@ -1,0 +1,240 @@
+"""Faults at random moments under load, and every answer compared with the reference.
+
+    python -m benchmarks.chaos --faults 100 --out benchmarks/results/chaos.json
+
+Kinds: kill (SIGKILL of a rank), pair (two at once), stop (SIGSTOP for good), slow (SIGSTOP for less than a heartbeat),
+raise (a step that raises on one rank), spare (SIGKILL of the spare), move (experts move), all on CPU ranks of this machine.
+A fault waits for the one before it to be healed. Fails when an answer is wrong, a request is lost, or something hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import ray
+import torch
+
+from epserve.config import parse_config
+from epserve.errors import EpserveError
+from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.runtime.engine import Batch, Engine
+
+LAYER = 1
+WEIGHTS = {"kill": 6, "pair": 1, "stop": 2, "slow": 3, "raise": 4, "spare": 1, "move": 3}
+PHASES = ("any", "idle", "prepare", "experts", "finalize")
+TRIES = 40  # pings to catch a rank in the wanted phase
+HANG_S = 300.0  # not healed by then: the run ends
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Load:
+    """Clients that ask without pause."""
+
+    def __init__(self, engine: Engine, path: Path, clients: int):
+        self.engine, self.reference = engine, reference_block(path, LAYER)
+        self.answers = self.wrong = 0
+        self.errors: Counter[str] = Counter()
+        self.latencies: list[float] = []
+        self._stop = False
+        self._tasks = [asyncio.ensure_future(self._ask(number)) for number in range(clients)]
+
+    async def _ask(self, number: int) -> None:
+        batches = [
+            torch.randn((count, 64), generator=torch.Generator().manual_seed(count)) for count in (1 + number, 30, 90)
+        ]
+        wanted = [self.reference(x) for x in batches]
+        while not self._stop:
+            for x, expected in zip(batches, wanted, strict=True):
+                start = time.monotonic()
+                try:
+                    y = await self.engine.forward(Batch(layer=LAYER, hidden=x, deadline=start + HANG_S))
+                except EpserveError as error:
+                    self.errors[f"{type(error).__name__}: {error}"] += 1
+                    continue
+                self.answers += 1
+                self.wrong += not torch.allclose(y, expected, **TOLERANCE)
+                self.latencies.append(time.monotonic() - start)
+
+    async def stop(self) -> None:
+        self._stop = True
+        await asyncio.wait_for(asyncio.gather(*self._tasks), HANG_S)
+
+
+class Chaos:
+    def __init__(self, engine: Engine, load: Load, seed: int, heartbeat_s: float):
+        self.engine, self.load, self.heartbeat_s = engine, load, heartbeat_s
+        self.chance = random.Random(seed)
+
+    async def fault(self, kind: str) -> dict:
+        """Do it, wait until all is well again; what happened."""
+        pool, before = self.engine._pool, len(self.engine._pool.recoveries)
+        await asyncio.sleep(self.chance.uniform(0.05, 0.6))
+        victims = self.chance.sample(range(len(pool.members)), 2)
+        phase = await self._catch(pool.members[victims[0]], self.chance.choice(PHASES))
+        start = time.monotonic()
+        expects = await getattr(self, "_" + kind)(pool, victims)
+        if expects:
+            await self._until(lambda: len(pool.recoveries) > before, kind)
+        answers = self.load.answers
+        await self._until(lambda: self.load.answers > answers, kind)
+        first_answer = time.monotonic() - start
+        await self._until(self._whole, kind)
+        done = pool.recoveries[before:]
+        return {
+            "kind": kind, "phase": phase, "first_answer_s": round(first_answer, 3), "by": [each.by for each in done],
+            "rebuild_s": [round(each.seconds, 3) for each in done], "load": round(os.getloadavg()[0], 1),
+        }  # fmt: skip
+
+    def _whole(self) -> bool:
+        status = self.engine.status()
+        return status.state == "serving" and status.spares == self.engine.config.engine.spares
+
+    async def _until(self, condition, kind: str) -> None:
+        end = time.monotonic() + HANG_S
+        while not condition():
+            if time.monotonic() > end:
+                raise SystemExit(f"{kind}: not healed within {HANG_S:g} s: {self.engine.status()}")
+            await asyncio.sleep(0.005)
+
+    async def _catch(self, member, wanted: str) -> str:
+        for _ in range(TRIES):
+            if not await member.ping(5.0) or wanted in ("any", member.pulse.phase):
+                break
+        return member.pulse.phase
+
+    async def _kill(self, pool, victims) -> bool:
+        os.kill(pool.members[victims[0]].facts.pid, signal.SIGKILL)
+        return True
+
+    async def _pair(self, pool, victims) -> bool:
+        for victim in victims:
+            os.kill(pool.members[victim].facts.pid, signal.SIGKILL)
+        return True
+
+    async def _stop(self, pool, victims) -> bool:
+        os.kill(pool.members[victims[0]].facts.pid, signal.SIGSTOP)
+        return True
+
+    async def _slow(self, pool, victims) -> bool:
+        pid = pool.members[victims[0]].facts.pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(self.chance.uniform(0.1, 0.4) * self.heartbeat_s)
+        os.kill(pid, signal.SIGCONT)
+        return False
+
+    async def _raise(self, pool, victims) -> bool:
+        link = pool.members[victims[0]].link
+        submit = link.submit
+
+        def spoil(header, tensors, out):
+            if "layer" in header and tensors[0].shape[0]:
+                link.submit = submit
+                tensors = [tensors[0][:-1].contiguous()]
+            return submit(header, tensors, out)
+
+        link.submit = spoil
+        return True
+
+    async def _spare(self, pool, victims) -> bool:
+        for spare in pool.spares._ready:
+            ray.kill(spare.actor)
+        await self._until(lambda: not self._whole(), "spare")
+        return False
+
+    async def _move(self, pool, victims) -> bool:
+        loads = {layer: [self.chance.random() ** 3 for _ in range(8)] for layer in self.engine.layers}
+        try:
+            await pool.changes.rebalance(loads=loads)
+        except EpserveError as error:
+            self.load.errors[f"rebalance: {error}"] += 1
+        return False
+
+
+async def run(args: argparse.Namespace, path: Path) -> dict:
+    config = {
+        "model": {"path": str(path)},
+        "engine": {
+            "ranks": args.ranks, "device": "cpu", "experts": "grouped_mm", "spares": args.spares,
+            "spare_weights": "host", "redundant_experts": args.redundant,
+        },
+        "scheduler": {"heartbeat_s": args.heartbeat, "step_timeout_s": 30},
+    }  # fmt: skip
+    engine = Engine(parse_config(config))
+    await engine.start()
+    load = Load(engine, path, args.clients)
+    chaos = Chaos(engine, load, args.seed, args.heartbeat)
+    kinds = chaos.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=args.faults)
+    faults: list[dict] = []
+    start, memory = time.monotonic(), []
+    try:
+        for kind in kinds:
+            if time.monotonic() - start > args.limit:
+                break
+            faults.append(await chaos.fault(kind))
+            memory.append(_resident_mib())
+            print(json.dumps(faults[-1]), flush=True)
+        await load.stop()
+    finally:
+        recoveries, replayed = len(engine.status().ranks), engine.status().replayed_requests
+        await engine.close()
+    first = {kind: [each["first_answer_s"] for each in faults if each["kind"] == kind] for kind in WEIGHTS}
+    return {
+        "config": config["engine"] | config["scheduler"], "seed": args.seed, "cpus": os.cpu_count(),
+        "faults": len(faults), "kinds": dict(Counter(each["kind"] for each in faults)),
+        "answers": load.answers, "wrong": load.wrong, "errors": dict(load.errors), "replayed_requests": replayed,
+        "ranks_at_the_end": recoveries, "seconds": round(time.monotonic() - start, 1),
+        "load_average": {
+            "mean": round(statistics.mean(each["load"] for each in faults), 1),
+            "max": max(each["load"] for each in faults),
+        },
+        "first_answer_s": {
+            kind: {"p50": round(statistics.median(each), 3), "max": max(each)} for kind, each in first.items() if each
+        },
+        "slowest_request_s": round(max(load.latencies), 2),
+        "resident_mib": {"first": memory[0], "last": memory[-1], "peak": max(memory)},
+        "each": faults,
+    }  # fmt: skip
+
+
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() >> 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which no further fault is made")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--redundant", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--heartbeat", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_demo_checkpoint("deepseek_v3", path, dtype=torch.float32)
+        result = asyncio.run(run(args, path))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "each"}, indent=1))
+    return 1 if result["wrong"] or result["errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Where experts are: placements that change while steps run, by hand on workers and through the engine."""
+
+import asyncio
+import os
+import random
+import time
+
+import pytest
+import pytest_asyncio
+import torch
+
+from epserve.config import parse_config
+from epserve.errors import CheckpointError, ConfigError, InternalError, NotReady
+from epserve.models import open_checkpoint
+from epserve.models.demo import reference_block
+from epserve.modular_kernel import ExpertLayout, RankContext
+from epserve.placement import Placement, pack_slots
+from epserve.runtime.copies import HostCopies
+from epserve.runtime.engine import Batch, Engine
+from epserve.worker import Arrangement, StepError, StepPlan, Worker
+from tests.checkpoints import LAYER, edit, edit_config, write
+from tests.ranks import run_ranks
+from tests.test_models import quantise_blocks
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+SWITCHES = 20
+
+
+# The policy.
+
+
+@pytest.mark.parametrize(("experts", "slots", "ranks"), [(8, 10, 2), (64, 80, 8), (256, 320, 32), (60, 75, 7)], ids=str)
+def test_zipf_load_with_a_quarter_of_redundancy_is_balanced(experts, slots, ranks):
+    loads = [1e6 / (1 + expert) for expert in random.Random(experts).sample(range(experts), experts)]
+    layout = ExpertLayout.even(slots, ranks)
+    placement = Placement.spread(experts, layout, loads=loads)
+    assert placement.imbalance(loads) < 1.1
+    assert placement.imbalance(loads) < Placement.identity(experts, ranks).imbalance(loads)
+
+
+def test_uneven_ranks_get_what_they_have_room_for():
+    layout = ExpertLayout(counts=(1, 5, 0, 4))
+    placement = Placement.spread(8, layout, loads=[8.0, 1, 1, 1, 1, 1, 1, 1])
+    assert [len(placement.experts_of(rank)) for rank in range(4)] == [1, 5, 0, 4]
+    assert set(placement.physical_to_logical) == set(range(8))
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (8, 4), (8, 3), (7, 4), (256, 8)], ids=str)
+def test_two_copies_of_each_expert_survive_the_loss_of_any_rank(experts, ranks):
+    placement = Placement.spread(experts, ExpertLayout.even(2 * experts, ranks))
+    for lost in range(ranks):
+        less = placement.without({lost}, version=3)
+        assert less is not None
+        kept = [rank for rank in range(ranks) if rank != lost]
+        assert [less.experts_of(new) for new in range(ranks - 1)] == [placement.experts_of(old) for old in kept]
+
+
+def test_the_loss_of_a_last_copy_is_told():
+    placement = Placement.identity(8, 4)
+    assert placement.without({1}, version=1) is None
+    assert Placement.spread(8, ExpertLayout.even(16, 4)).without({0, 1, 2}, version=1) is None
+
+
+def test_packing_is_deterministic():
+    loads = [random.Random(1).random() for _ in range(64)]
+    assert pack_slots(loads, ExpertLayout.even(80, 8)) == pack_slots(list(loads), ExpertLayout.even(80, 8))
+
+
+# On workers.
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rebalance")
+    return {
+        "float32": write("deepseek_v3", folder / "float32", dtype=torch.float32),
+        "bfloat16": write("deepseek_v3", folder / "bfloat16", dtype=torch.bfloat16),
+    }
+
+
+def make_config(path, **engine):
+    values = {"device": "cpu", "experts": "loop", "combine_order": "slot", "dispatch_quantised": False}
+    return parse_config({"model": {"path": str(path), "layers": [LAYER]}, "engine": {**values, **engine}})
+
+
+def switch_on_ranks(ranks: RankContext, path, redundant):
+    """Steps through SWITCHES placements: before, between staging and adopting, after. All outputs of this rank."""
+    worker = Worker(make_config(path, ranks=ranks.world_size, redundant_experts=redundant), ranks)
+    worker.load()
+    worker.warm_up()
+    x = torch.randn((10, 64), generator=torch.Generator().manual_seed(1)).to(worker.info.dtype)
+    rows, mine = (5,) * ranks.world_size, slice(5 * ranks.rank, 5 * ranks.rank + 5)
+
+    def step(version):
+        plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=rows, placement=version)
+        return worker.step(plan, x[mine], None, None)
+
+    outputs, chance = [step(0)], random.Random(7)
+    for version in range(1, SWITCHES + 1):
+        loads = [chance.random() ** 3 for _ in range(8)]
+        placement = Placement.spread(8, worker.plan.spec.layout, loads=loads, version=version)
+        assert worker.stage(LAYER, placement)
+        outputs += [step(version - 1), step(version)]
+        worker.adopt(LAYER, version)
+        assert worker.experts == placement.experts_of(ranks.rank)
+        outputs.append(step(version))
+    with pytest.raises(StepError, match=r"placement 3 of layer 1 is not here \(here: \[20\]\)"):
+        step(3)
+    worker.close()
+    return outputs
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_outputs_are_bit_equal_before_during_and_after_moves(paths, kind):
+    for outputs in run_ranks(switch_on_ranks, 2, paths[kind], 0):
+        assert len(outputs) == 1 + 3 * SWITCHES
+        assert all(torch.equal(each, outputs[0]) for each in outputs)
+
+
+def test_outputs_agree_where_copies_move(paths):
+    """Copies share an expert's rows, and a GEMM of fewer rows may round its last bit otherwise."""
+    outputs = [torch.cat(parts) for parts in zip(*run_ranks(switch_on_ranks, 2, paths["float32"], 4), strict=True)]
+    x = torch.randn((10, 64), generator=torch.Generator().manual_seed(1))
+    expected = reference_block(paths["float32"], LAYER)(x)
+    for each in outputs:
+        torch.testing.assert_close(each, expected, **TOLERANCE)
+
+
+def test_copies_in_host_memory_are_what_the_checkpoint_holds(paths, tmp_path):
+    """In float8 too, whose scales must come with their experts."""
+    fp8 = write("deepseek_v3", tmp_path / "fp8", dtype=torch.bfloat16, hidden=128, intermediate=128)
+
+    def quantise(tensors):
+        for name in [name for name in tensors if ".mlp.experts." in name or ".mlp.shared_experts." in name]:
+            tensors[name], tensors[name + "_scale_inv"] = quantise_blocks(tensors[name].float())
+
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    edit_config(edit(fp8, quantise), quantization_config=method)
+    for path, names in ((paths["float32"], 2), (fp8, 4)):
+        checkpoint = open_checkpoint(path)
+        copies = HostCopies(checkpoint, 8, [LAYER])
+        for experts in ([5, 0, 5], []):
+            got = copies.load_layer(LAYER, experts, torch.device("cpu"))
+            expected = checkpoint.load_layer(LAYER, experts)
+            tensors, wanted = got.experts.tensors(), expected.experts.tensors()
+            assert len(tensors) == names and tensors.keys() == wanted.keys()
+            for name, tensor in tensors.items():
+                assert tensor.dtype == wanted[name].dtype and torch.equal(tensor.float(), wanted[name].float())
+            assert torch.equal(got.gate.weight_EK, expected.gate.weight_EK)
+            assert torch.equal(got.shared.w13_SK, expected.shared.w13_SK)
+
+
+def ready_worker(path, **engine):
+    worker = Worker(make_config(path, **engine), RankContext())
+    worker.load()
+    worker.warm_up()
+    return worker
+
+
+def test_no_memory_for_a_move_changes_nothing(paths, monkeypatch):
+    worker = ready_worker(paths["float32"])
+    monkeypatch.setattr("epserve.worker._free_bytes", lambda device: worker.weights_bytes)
+    assert not worker.stage(LAYER, worker.plan.placement.with_version(1))
+    worker.adopt(LAYER, 1)
+    assert worker.placements[LAYER].version == 0
+
+
+def test_a_checkpoint_that_changed_is_not_mixed_in(paths, tmp_path):
+    path = write("deepseek_v3", tmp_path / "model", dtype=torch.float32)
+    worker = ready_worker(path)
+    os.utime(path / "model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="has changed since the start"):
+        worker.stage(LAYER, worker.plan.placement.with_version(1))
+
+
+def test_arranging_keeps_what_fits_and_reads_what_is_missing(paths):
+    """One rank of two becomes the only one, and back."""
+    worker = Worker(make_config(paths["float32"], ranks=2), RankContext(rank=1, world_size=2))
+    worker.load()
+    half = worker._layers[LAYER].experts.w13_eNK
+    worker.arrange(1, Arrangement(config=worker.config, placements=dict(worker.placements)))
+    assert worker._layers[LAYER].experts.w13_eNK is half
+    alone = Arrangement(config=make_config(paths["float32"]), placements={LAYER: Placement.identity(8, 1)})
+    worker.arrange(0, alone)
+    worker.regroup(RankContext())
+    worker.warm_up()
+    assert worker.experts == tuple(range(8))
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
+    y = worker.step(StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(6,)), x, None, None)
+    torch.testing.assert_close(y, reference_block(paths["float32"], LAYER)(x), **TOLERANCE)
+
+
+# Through the engine.
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(paths):
+    config = {
+        "model": {"path": str(paths["float32"])},
+        "engine": {"ranks": 3, "device": "cpu", "experts": "loop", "redundant_experts": 8},
+        "cluster": {"start_timeout_s": 280},
+    }
+    engine = Engine(parse_config(config))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+class Load:
+    """Clients that ask without pause and compare every answer."""
+
+    def __init__(self, engine, path):
+        self.engine, self.reference = engine, reference_block(path, LAYER)
+        self.answers = 0
+        self._stop = False
+        self._tasks = [asyncio.ensure_future(self._ask(number)) for number in range(3)]
+
+    async def _ask(self, number):
+        x = torch.randn((3 + 8 * number, 64), generator=torch.Generator().manual_seed(number))
+        expected = self.reference(x)
+        while not self._stop:
+            y = await self.engine.forward(Batch(layer=LAYER, hidden=x, deadline=time.monotonic() + 240))
+            torch.testing.assert_close(y, expected, **TOLERANCE)
+            self.answers += 1
+
+    async def stop(self):
+        self._stop = True
+        await asyncio.gather(*self._tasks)
+        return self.answers
+
+
+def holdings(engine):
+    return [rank.experts for rank in engine.status().ranks]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_moves_while_serving(engine, paths):
+    load, chance, seen = Load(engine, paths["float32"]), random.Random(3), set()
+    for _ in range(5):
+        loads = {layer: [chance.random() ** 3 for _ in range(8)] for layer in engine.layers}
+        done = await engine._pool.changes.rebalance(loads=loads)
+        assert done.layers == engine.layers and done.moved and not done.skipped
+        assert done.after < done.before
+        seen.add(tuple(holdings(engine)))
+        await asyncio.sleep(0.1)
+    assert await load.stop() > 20
+    assert len(seen) == 5
+    assert engine.status().rebalances == 5
+    assert engine.status().recoveries == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_counted_load_moves_experts(engine, paths):
+    """All tokens to two experts: their copies must end up on several ranks."""
+    ids, weights = torch.tensor([[0, 1]] * 30, dtype=torch.int32), torch.full((30, 2), 0.5)
+    hidden = torch.randn(30, 64)
+    for _ in range(5):
+        deadline = time.monotonic() + 120
+        await engine.forward(Batch(layer=LAYER, hidden=hidden, ids=ids, weights=weights, deadline=deadline))
+    loads = (await engine.rebalance(), engine._pool.arrangement.placements[LAYER])
+    assert len(loads[1].replicas[0]) + len(loads[1].replicas[1]) > 4
+    assert loads[0].after < 1.2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_another_number_of_ranks_without_losing_a_request(engine, paths):
+    load = Load(engine, paths["float32"])
+    states = []
+    engine.on_state_change(states.append)
+    for ranks in (2, 3):
+        changing = asyncio.ensure_future(engine.scale(ranks))
+        await asyncio.sleep(0)
+        with pytest.raises(NotReady, match="another change"):  # two operators at once
+            await engine.scale(4)
+        done = await changing
+        assert done.after == ranks == len(engine.status().ranks) and done.paused_s <= done.seconds
+        assert {expert for experts in holdings(engine) for expert in experts} == set(range(8))
+        answers = load.answers
+        while load.answers < answers + 5:
+            await asyncio.sleep(0.01)
+    await load.stop()
+    assert states == ["recovering", "serving"] * 2  # health says so too
+    assert engine.status().recoveries == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_sizes_that_cannot_be(engine):
+    with pytest.raises(ConfigError, match="0 ranks; at least 1"):
+        await engine.scale(0)
+    with pytest.raises(ConfigError, match="600 ranks need"):
+        await engine.scale(600)
+    assert engine.state() == "serving"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_copies_bridge_the_loss_of_a_rank(engine, paths, record_property):
+    done = await engine.rebalance()  # whatever it does, each expert keeps two copies only by the even spread below
+    assert done.skipped == ()
+    await engine._pool.changes.rebalance(loads={layer: [1.0] * 8 for layer in engine.layers})
+    load = Load(engine, paths["float32"])
+    while load.answers < 10:
+        await asyncio.sleep(0.01)
+    pid, start = engine.status().ranks[1].pid, time.monotonic()
+    os.kill(pid, 9)
+    while engine.state() == "serving":
+        await asyncio.sleep(0.001)
+    while engine.state() != "serving":
+        await asyncio.sleep(0.001)
+    record_property("bridged_s", round(time.monotonic() - start, 3))
+    assert engine._pool.recoveries[-1].by == "copies"
+    assert len(engine.status().ranks) == 2
+    while len(engine.status().ranks) < 3 or engine.state() != "serving":
+        await asyncio.sleep(0.05)
+    assert await load.stop() > 20
+    assert pid not in [rank.pid for rank in engine.status().ranks]
+
+
+def test_a_version_is_checked_before_anything_runs(paths):
+    worker = ready_worker(paths["float32"])
+    plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(2,), placement=9)
+    with pytest.raises(StepError, match="placement 9") as info:
+        worker.step(plan, torch.ones(2, 64), None, None)
+    assert isinstance(info.value.__cause__, InternalError)

@@ -122,7 +122,10 @@ def test_a_wrong_key_is_named(hosts, model, tmp_path):
     assert all(f"{host}: it refuses the key; check auth.ssh_user" in text for host in hosts.addresses)
 
 
-def test_a_taken_port_a_missing_checkpoint_and_version_skew_are_named(hosts, model):
+def test_a_taken_port_a_missing_checkpoint_a_full_disk_and_version_skew_are_named(hosts, model):
+    def change(data):
+        data["metadata"]["epserve"]["min_free_disk_gib"] = 1e6
+
     ours = hosts.folder / "host1" / "home"
     skewed = ours / "skewed" / "ray-2.50.0.dist-info"
     skewed.mkdir(parents=True)
@@ -135,7 +138,7 @@ def test_a_taken_port_a_missing_checkpoint_and_version_skew_are_named(hosts, mod
     listener = "import socket, time; s = socket.create_server(('0.0.0.0', 6379)); time.sleep(60)"
     taken = subprocess.Popen(["ip", "netns", "exec", f"{hosts.tag}-0", sys.executable, "-c", listener])
     try:
-        text = refused(hosts, cluster_file(hosts, model / "nowhere", "many"))
+        text = refused(hosts, cluster_file(hosts, model / "nowhere", "many", change))
     finally:
         taken.kill()
         taken.wait(10)
@@ -144,6 +147,7 @@ def test_a_taken_port_a_missing_checkpoint_and_version_skew_are_named(hosts, mod
     assert "10.88.0.10: port 6379 is taken by" in text
     assert "10.88.0.11: ray 2.50.0, but" in text
     assert "10.88.0.12:" in text and "nowhere does not exist" in text
+    assert "GiB free, metadata.epserve.min_free_disk_gib asks for 1e+06" in text
 
 
 def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(hosts, model, capsys):

@@ -18,7 +18,7 @@ from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, InvalidRequest, NotReady, Overloaded, PermissionDenied, Unauthenticated
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
-from epserve.serving import clients, codec, wire
+from epserve.serving import clients, codec, fp8, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.clients import Account, Accounts, ClientPolicy
@@ -333,6 +333,15 @@ class TestFp8:
             error = (got - 2 * x).unflatten(-1, (-1, 128)).abs()
             assert (error <= 0.15 * (2 * x).unflatten(-1, (-1, 128)).abs() + 0.004 * amax).all()
             assert (await client.forward(1, sent[:0], wire_format=wire_format)).shape == (0, 256)
+
+    @pytest.mark.parametrize("rows", [0, 1, 511, 512, 513])
+    def test_pieces_give_the_same_bits_as_the_whole(self, rows):
+        x = torch.randn(rows, 256).bfloat16()
+        quantised, scales = fp8.quantise(x)
+        assert torch.equal(quantised.view(torch.uint8), quantise_blocks(x)[0].view(torch.uint8))
+        assert torch.equal(scales, quantise_blocks(x)[1])
+        whole = dequantise_blocks(quantised, scales).bfloat16()
+        assert torch.equal(fp8.dequantise(quantised, scales, torch.bfloat16), whole)
 
     async def test_it_halves_the_bytes_both_ways_also_in_frames(self):
         engine, x = FakeEngine(**INFO), torch.randn(6000, 256).bfloat16()

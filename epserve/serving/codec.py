@@ -17,9 +17,9 @@ from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
-from epserve.modular_kernel.quantization import BLOCK, dequantise_blocks, quantise_blocks
+from epserve.modular_kernel.quantization import BLOCK
 from epserve.serving import epserve_pb2 as pb
-from epserve.serving import wire
+from epserve.serving import fp8, wire
 from epserve.serving.regions import Slice
 
 HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
@@ -194,7 +194,8 @@ class Door:
         buffers = {**buffers, **{which: each.read() for which, each in checked.slices.items()}}
         hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
         if pb.HIDDEN_SCALES in checked.headers:
-            hidden = dequantise_blocks(hidden, self._tensor(checked, buffers, pb.HIDDEN_SCALES))
+            scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
+            hidden = fp8.dequantise(hidden, scales, self.info.dtype)
         hidden = hidden.to(self.info.dtype)
         if not _all_finite(hidden):
             name = str(self.info.dtype).removeprefix("torch.")
@@ -221,7 +222,7 @@ class Door:
 def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, wire.WireTensor]:
     """The result `(M, K)` in the dtype that the request asks for; written to its region, if it names one."""
     if checked.reply_dtype == pb.FP8_E4M3:
-        rows, scales = quantise_blocks(out)
+        rows, scales = fp8.quantise(out)
         return {
             pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
             pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),

@@ -133,14 +133,16 @@ class OutgoingRequest:
         return wire.decode(buffer, header, as_torch=False)
 
     def _dequantised(self, buffer: Any, scales: Any, header: pb.Tensor) -> Any:
-        from epserve.modular_kernel.quantization import dequantise_blocks
+        import torch
+
+        from epserve.serving import fp8
 
         scales_header = pb.Tensor(dtype=pb.FP32, shape=(self._shape[0], self._shape[1] // 128))
         rows = wire.decode(buffer, header, as_torch=True)
-        result = dequantise_blocks(rows, wire.decode(scales, scales_header, as_torch=True))
-        if wire.is_torch(self.like):
-            return result.to(self.like.dtype).to(self.like.device)
-        return result.numpy().astype(self.like.dtype)
+        as_torch = wire.is_torch(self.like)
+        dtype = self.like.dtype if as_torch else getattr(torch, self.like.dtype.name)
+        result = fp8.dequantise(rows, wire.decode(scales, scales_header, as_torch=True), dtype)
+        return result.to(self.like.device) if as_torch else result.numpy()
 
 
 def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:
@@ -148,14 +150,15 @@ def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:
     try:
         import torch
 
-        from epserve.modular_kernel.quantization import BLOCK, quantise_blocks
+        from epserve.modular_kernel.quantization import BLOCK
+        from epserve.serving import fp8
     except ImportError as error:
         raise InvalidRequest(f"wire_format: fp8 needs torch on the client too: {error}", field="wire_format") from None
     x = hidden if wire.is_torch(hidden) else torch.from_numpy(hidden)
     if x.ndim != 2 or x.shape[1] % BLOCK or not x.is_floating_point():
         text = f"wire_format: fp8 is for floats (tokens, a multiple of {BLOCK}), hidden has {tuple(x.shape)} {x.dtype}"
         raise InvalidRequest(text, field="hidden_states")
-    rows, scales = quantise_blocks(x.detach())
+    rows, scales = fp8.quantise(x.detach().cpu())
     return {
         pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
         pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),

@@ -1,0 +1,138 @@
+"""What it costs to bring activations to the service and back: `python -m benchmarks.data_paths [--tokens N ...]`.
+
+A real server in a process of its own around an engine that returns its input, so that all time is the data path's: inline
+bytes in frames, fp8 in frames, a registered region, each over TCP loopback and over a Unix-domain socket; beside the time
+that the same bytes take there and back over a raw TCP socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from epserve.client import Client
+from tests.fake_engine import FakeEngine, serving
+
+HIDDEN = 2048
+TOKENS = (16, 512, 4096)
+WAYS = ("inline", "fp8", "region")
+
+
+def serve(path: str, connection) -> None:
+    """In a process of its own, until the parent ends."""
+    torch.set_num_threads(1)
+
+    async def run() -> None:
+        engine = FakeEngine(hidden=HIDDEN, dtype=torch.bfloat16)
+        async with serving(engine, unix_socket=path) as server:
+            connection.send(server.address)
+            await asyncio.to_thread(connection.recv)
+
+    asyncio.run(run())
+
+
+def median_ms(call, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[2:])
+
+
+def echo_ms(nbytes: int, repeats: int) -> float:
+    """The same bytes there and back between two threads over a TCP socket, in pieces of 1 MiB."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    payload, back = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+
+    def answer() -> None:
+        peer, _ = listener.accept()
+        buffer = memoryview(bytearray(nbytes))
+        with peer:
+            while receive(peer, buffer):
+                peer.sendall(buffer)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with socket.create_connection(listener.getsockname()) as client:
+
+        def once() -> None:
+            client.sendall(payload)
+            receive(client, back)
+
+        result = median_ms(once, repeats)
+    thread.join()
+    listener.close()
+    return result
+
+
+def receive(connection: socket.socket, buffer: memoryview) -> bool:
+    while buffer:
+        count = connection.recv_into(buffer, min(len(buffer), 1 << 20))
+        if not count:
+            return False
+        buffer = buffer[count:]
+    return True
+
+
+def measure(target: str, tokens: int, repeats: int) -> dict[str, float]:
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    result = {}
+    with Client(target) as client, client.register_region(4 * x.nbytes + (1 << 20)) as region:
+        inside = region.empty(x.shape, x.dtype)
+        inside.copy_(x)
+        calls = {
+            "inline": lambda: client.forward(1, x),
+            "fp8": lambda: client.forward(1, x, wire_format="fp8"),
+            "region": lambda: client.forward(1, inside, region=region),
+        }
+        for way in WAYS:
+            result[way] = median_ms(calls[way], repeats)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/socket"
+        process = context.Process(target=serve, args=(path, theirs), daemon=True)
+        process.start()
+        address = ours.recv()
+        for tokens in options.tokens:
+            wire = echo_ms(tokens * HIDDEN * 2, options.repeats)
+            for name, target in (("tcp", address), ("unix", f"unix:{path}")):
+                times = measure(target, tokens, options.repeats)
+                mib = tokens * HIDDEN * 2 / 2**20
+                rows.append({"transport": name, "tokens": tokens, "mib_each_way": mib, "raw_socket_ms": wire} | times)
+                print("  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                                for key, value in rows[-1].items()), flush=True)  # fmt: skip
+        ours.send("end")
+        process.join(20)
+    if options.json:
+        host = {"machine": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+        result = {"rows": rows, "host": host, "hidden": HIDDEN, "torch": torch.__version__, "unit": "ms, medians"}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

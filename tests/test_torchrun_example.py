@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,23 @@ PAIRS = [
 def test_two_cpu_ranks(pair):
     out = launch("--all2all", pair[0], "--experts", pair[1], *pair[2:])
     assert out.count("relative error") == 2 and "rank 0 of 2, cpu" in out and "rank 1 of 2, cpu" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a host with GPUs runs the GPU row")
+def test_two_ranks_with_open_mpis_names():
+    """mpirun sets these; torch reads the master's address by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        names = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        environment = ENVIRONMENT | {name: str(value) for name, value in names.items()}
+        words = [sys.executable, EXAMPLE, "--repeat", "1"]
+        processes.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "rank 0 of 2" in outputs[0] and "rank 1 of 2" in outputs[1]
 
 
 @pytest.mark.gpu

@@ -115,9 +115,8 @@ def _thick(first, second, *, size: int, block: bool) -> None:
     bk = 64 if size == 2 else 128
     for group in (8, 16, 4):
         if SPECIALISED:
-            for rescale in (False, True) if block else (False,):
-                first(bn=128, bk=bk, group=group, specialised=True, rescale=rescale, expand=True)
-                second(bn=128, bk=bk, group=group, specialised=True, rescale=rescale)
+            first(bn=128, bk=bk, group=group, specialised=True, expand=True)
+            second(bn=128, bk=bk, group=group, specialised=True)
         if block:
             first(bn=128, bk=bk, group=group, warps=8, stages=4)
             second(bn=128, bk=bk, group=group, warps=8, stages=4)

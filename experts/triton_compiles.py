@@ -18,6 +18,7 @@ class CompileCounter:
         self._lock = threading.Lock()
         self.warm: dict[str, int] = {}
         self.late: dict[str, int] = {}
+        self._seen: set = set()
         self.is_ready = False
         self._before = None
 
@@ -52,13 +53,15 @@ class CompileCounter:
     def num_late(self) -> int:
         return sum(self.late.values())
 
-    def _hook(self, *, fn, **other):
+    def _hook(self, *, fn, key, **other):
         with self._lock:
             counts = self.late if self.is_ready else self.warm
-            counts[fn.name] = counts.get(fn.name, 0) + 1
+            if self.is_ready or (fn.name, key) not in self._seen:  # a parallel warm-up asks again before the first is done
+                counts[fn.name] = counts.get(fn.name, 0) + 1
+            self._seen.add((fn.name, key))
         if self.is_ready:
             LOG.warning("kernel %s is compiled on the request path: a variant that warm-up missed", fn.name)
-        return self._before(fn=fn, **other) if self._before is not None else None
+        return self._before(fn=fn, key=key, **other) if self._before is not None else None
 
 
 COUNTER = CompileCounter()

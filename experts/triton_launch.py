@@ -229,7 +229,7 @@ class Launcher:
         xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], [64, c.bk], layout)
         work = b.max_tiles * width // (128 if gated else 256)
         self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles, out,
-                    outs, b.max_tiles, c.group, INNER=inner, OUT=width, MODE=self.numerics.mode, RESCALE=c.rescale, GATED=gated,
+                    outs, b.max_tiles, c.group, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,
                     STAGES=c.stages, num_warps=4)  # fmt: skip
 
     def reduce(self, b: Buffers, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *, split: int,

@@ -39,8 +39,6 @@ class GemmTiles:
     """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
     specialised: bool = False
     """The warp-specialised kernel of compute capability 9.0: bm 128, bn 128, rows that lie expert by expert."""
-    rescale: bool = False
-    """Specialised, block scales: sums stay in the tensor core and are rescaled, instead of added outside it."""
     full_grid: bool = False
     """One program a work item, instead of as many as fit on the device at once."""
     warps: int = 4

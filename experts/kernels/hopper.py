@@ -135,43 +135,6 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, step, row0, count, block, layou
 
 
 @gluon.jit
-def _sum_rescaled(rows, xs, ws, a, b, full, empty, step, row0, count, block, layout: gl.constexpr, NEXT: gl.constexpr,
-                  NK: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """The same with the sums kept in the tensor core: before a product is added, the sum is brought to its scale. There is
-    one gap a step instead of two; sums have the tensor core's precision, as with one scale a tensor.
-
-    The smallest scale that counts is 1e-20: a block of zeros may come with scale 0.
-    """
-    real = rows < count
-    sa_at, s0_at = xs + (row0 + rows) * NK, ws + block * NK
-    s1_at = s0_at + NEXT * NK
-    acc0 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
-    acc1 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
-    sa = gl.load(sa_at, mask=real, other=1.0)
-    s0, s1 = gl.maximum(sa * gl.load(s0_at), 1e-20), gl.maximum(sa * gl.load(s1_at), 1e-20)
-    old0, old1 = s0, s1
-    for kb in range(NK):
-        s = step % STAGES
-        phase = (step // STAGES) & 1
-        acc0 = acc0 * gl.expand_dims(old0 / s0, 1)
-        acc1 = acc1 * gl.expand_dims(old1 / s1, 1)
-        mbarrier.wait(full.index(2 * s), phase)
-        x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
-        acc0 = warpgroup_mma(x, b.index(2 * s).permute((1, 0)), acc0, is_async=True)
-        mbarrier.wait(full.index(2 * s + 1), phase)
-        acc1 = warpgroup_mma(x, b.index(2 * s + 1).permute((1, 0)), acc1, is_async=True)
-        nx = gl.minimum(kb + 1, NK - 1)
-        sa, s0_next, s1_next = gl.load(sa_at + nx, mask=real, other=1.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
-        old0, old1 = s0, s1
-        s0, s1 = gl.maximum(sa * s0_next, 1e-20), gl.maximum(sa * s1_next, 1e-20)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        barrier_of_warps()
-        mbarrier.arrive(empty.index(s), count=1)
-        step += 1
-    return acc0 * gl.expand_dims(old0, 1), acc1 * gl.expand_dims(old1, 1), step
-
-
-@gluon.jit
 def _sum_plain(a, b, full, empty, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
                HALF: gl.constexpr):  # fmt: skip
     """One work item, summed in the tensor core; a stage is given back while the next one is being multiplied."""
@@ -212,7 +175,7 @@ def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: gl.constexpr, NEXT: gl.constexpr,
               BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
-              MODE: gl.constexpr, RESCALE: gl.constexpr, GATED: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+              MODE: gl.constexpr, GATED: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // a.dtype.primitive_bitwidth])
     num_tiles = gl.load(tiles + 3 * T)
@@ -226,10 +189,7 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: g
             step = _skip(full, empty, step, NK, STAGES)
         else:
             block = e * BLOCKS + nb * STEP
-            if MODE == BLOCK and RESCALE:
-                acc0, acc1, step = _sum_rescaled(m, xs, ws, a, b, full, empty, step, row0, count, block, layout, NEXT, NK,
-                                                 STAGES, HALF)  # fmt: skip
-            elif MODE == BLOCK:
+            if MODE == BLOCK:
                 acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, step, row0, count, block, layout, NEXT, NK,
                                                STAGES, HALF)  # fmt: skip
             else:
@@ -241,7 +201,7 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: g
 
 @gluon.jit(do_not_specialize=["T", "GM"])
 def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
-            MODE: gl.constexpr, RESCALE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128 GATED.
 
     xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert, INNER), block
@@ -264,9 +224,9 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr
     gl.warp_specialize(
         [
             (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT, SECOND // SIDE, ROWS // SIDE,
-                         STEP // SIDE, NB, NK, STAGES, MODE, RESCALE, GATED, 0)),
+                         STEP // SIDE, NB, NK, STAGES, MODE, GATED, 0)),
             (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT, SECOND // SIDE, ROWS // SIDE,
-                         STEP // SIDE, NB, NK, STAGES, MODE, RESCALE, GATED, 1)),
+                         STEP // SIDE, NB, NK, STAGES, MODE, GATED, 1)),
             (_load, (xd, wd, tiles, a, b, full, empty, T, GM, ROWS, SECOND, STEP, NB, NK, BK, STAGES)),
         ],
         [4, 1],

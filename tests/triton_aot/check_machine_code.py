@@ -28,12 +28,9 @@ CASES = [
     Case(why="specialised, bf16", tokens=600, tiles=special(), **SIZES),
     Case(why="specialised, static fp8", tokens=600, scheme="fp8_tensor", tiles=special(bk=128), **SIZES),
     Case(why="specialised, fp8 blocks", tokens=600, scheme="fp8_block", tiles=special(bk=128), **SIZES),
-    Case(why="specialised, fp8 blocks, rescaled", tokens=600, scheme="fp8_block", tiles=special(bk=128, rescale=True), **SIZES),
 ]  # fmt: skip
 FP8 = ("fp8_tensor", "fp8_channel", "fp8_block")
-ELSEWHERE = [
-    case for case in CASES if "specialised" not in case.why and (CAPABILITY >= 89 or case.scheme not in FP8)
-]
+ELSEWHERE = [case for case in CASES if "specialised" not in case.why and (CAPABILITY >= 89 or case.scheme not in FP8)]
 
 
 @pytest.mark.skipif(CAPABILITY != 90, reason="looks at Hopper's instructions")

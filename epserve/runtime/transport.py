@@ -95,7 +95,8 @@ class SocketLink:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        """Steps, not beats."""
+        return len(self.pending())
 
     def submit(self, header, tensors, out):
         future = asyncio.get_running_loop().create_future()
@@ -112,7 +113,7 @@ class SocketLink:
         return self.submit({"step": self._beats, "beat": True}, [], torch.empty(0))
 
     def pending(self) -> list[asyncio.Future[dict[str, float]]]:
-        return [each.future for each in self._pending.values()]
+        return [each.future for step, each in self._pending.items() if step >= 0]
 
     def close(self) -> None:
         self._end("the connection was closed here", report=False)

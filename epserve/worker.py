@@ -149,7 +149,7 @@ class Worker:
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
-        self.load_counter = LoadCounter(self.plan.layers, self.plan.placement.layout.num_experts, ranks.device)
+        self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
         self._staged: dict[int, _Staged] = {}
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
@@ -285,7 +285,6 @@ class Worker:
         if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
             self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
             self._method = self._experts = self._workspaces = None  # made for another number of experts
-            self.load_counter = LoadCounter(self.plan.layers, self.plan.spec.layout.num_experts, ranks.device)
         self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def stage(self, layer: int, placement: Placement) -> bool:
@@ -339,7 +338,7 @@ class Worker:
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         physical = to_physical(routing, placement, token_offset=first)
         if plan.step >= 0:  # warm-up's tokens are nobody's
-            self.load_counter.add(plan.layer, physical.ids_Mt)
+            self.load_counter.add(plan.layer, routing.ids_Mt)
         assert self._kernel is not None
         out_MK = self._kernel.forward(
             x_MK, physical, weights=weights.experts, tokens_per_rank=plan.tokens_per_rank, shared_experts=shared

@@ -113,6 +113,9 @@ class FakeEngine:
             recoveries=0,
             replayed_requests=0,
             expert_tokens={},
+            slots={},
+            spares=0,
+            rebalances=0,
         )
 
 

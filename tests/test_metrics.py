@@ -18,12 +18,13 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epserve.errors import Overloaded, RankFailed
-from epserve.expert_load import LoadCounter, LoadTotals, by_layer
+from epserve.expert_load import MAX_PROCESSES, LoadCounter, LoadTotals, by_layer
 from epserve.phases import PHASES, PhaseClock
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import logs
 from epserve.serving.history import SAMPLES, History, bucket_of, percentiles
+from epserve.serving.load import Layout, heat, hottest
 from epserve.serving.metrics import Metrics, expert_groups
 from tests.fake_engine import FakeEngine
 from tests.grpc_calls import Frames, connect, message, status_of
@@ -58,9 +59,13 @@ def full() -> Metrics:
     metrics.request("OK", 0.1, tokens=4, received=64, sent=64)
     metrics.error("INTERNAL")
     metrics.rpc("epserve.v1.Experts/Forward", "OK")
-    metrics.status = engine_status([rank_status(0, (0, 1)), rank_status(1, (2, 3))], {1: (1, 2, 3, 4)})
-    metrics.recent_load = np.array([[1, 2, 3, 4]])
+    take(metrics, engine_status([rank_status(0, (0, 1)), rank_status(1, (2, 3))], {1: (1, 2, 3, 4)}))
     return metrics
+
+
+def take(metrics: Metrics, status, recent=None) -> None:
+    counted = np.array(list(status.expert_tokens.values()))
+    metrics.take(status, Layout.of(status), counted if recent is None else np.array(recent))
 
 
 class TestRegistry:
@@ -86,7 +91,7 @@ class TestRegistry:
         metrics = make()
         assert "epserve_generation" not in scrape(metrics)  # before the first status
         dead = rank_status(1, (2, 3), alive=False, late_compiles=4, tokens_done=9)
-        metrics.status = engine_status([rank_status(0, (0, 1)), dead], {1: (1, 2, 3, 4), 2: (10, 20, 30, 40)})
+        take(metrics, engine_status([rank_status(0, (0, 1)), dead], {1: (1, 2, 3, 4), 2: (10, 20, 30, 40)}))
         found = scrape(metrics)
         assert found["epserve_generation"] == 2
         assert found["epserve_recoveries_total"] == 1
@@ -100,15 +105,37 @@ class TestRegistry:
         assert found['epserve_state{state="serving"}'] == 1
         assert sum(value for name, value in found.items() if name.startswith("epserve_state{")) == 1
 
-    def test_copies_of_an_expert_count_as_one(self):
+    def test_copies_of_an_expert_share_its_tokens(self):
         metrics = make()
-        metrics.status = engine_status([rank_status(0, (0, 1)), rank_status(1, (1, 2))], {1: (5, 1, 2, 8)})
-        metrics.recent_load = np.array([[5, 1, 2, 8]])
+        take(metrics, engine_status([rank_status(0, (0, 1)), rank_status(1, (1, 2))], {1: (5, 4, 8)}))
         found = scrape(metrics)
-        assert found['epserve_expert_tokens_total{expert="1"}'] == 3
+        assert found['epserve_expert_tokens_total{expert="1"}'] == 4
+        assert found['epserve_rank_expert_tokens_total{rank="0"}'] == 5 + 2
+        assert found['epserve_rank_expert_tokens_total{rank="1"}'] == 8 + 2
         assert found['epserve_hot_expert_id{place="1"}'] == 2
-        assert found['epserve_hot_expert_load{place="1"}'] == pytest.approx(8 / (16 / 3))
-        assert found["epserve_rank_load_imbalance"] == pytest.approx(10 / 8)
+        assert found['epserve_hot_expert_load{place="1"}'] == pytest.approx(8 / (17 / 3), abs=0.005)
+        assert found["epserve_rank_load_imbalance"] == pytest.approx(10 / 8.5)
+
+    def test_experts_that_move_take_no_count_along(self):
+        metrics, ranks = make(), [rank_status(0, (0, 1)), rank_status(1, (2, 3))]
+        take(metrics, engine_status(ranks, {1: (10, 0, 0, 0), 2: (0, 0, 0, 4)}))
+        take(
+            metrics, engine_status(ranks, {1: (17, 0, 0, 0), 2: (0, 0, 0, 4)}, slots={1: (3, 2, 1, 0), 2: (0, 1, 2, 3)})
+        )
+        found = scrape(metrics)
+        assert found['epserve_expert_tokens_total{expert="0"}'] == 17
+        assert found['epserve_rank_expert_tokens_total{rank="0"}'] == 10
+        assert found['epserve_rank_expert_tokens_total{rank="1"}'] == 4 + 7
+
+    def test_while_ranks_change_the_last_numbers_stay(self):
+        metrics = full()
+        before = scrape(metrics)
+        take(metrics, engine_status([], {}, state="recovering"))
+        after = scrape(metrics)
+        assert (
+            after['epserve_rank_expert_tokens_total{rank="1"}'] == before['epserve_rank_expert_tokens_total{rank="1"}']
+        )
+        assert after['epserve_state{state="recovering"}'] == 1
 
     @pytest.mark.parametrize(
         ("num_experts", "limit", "first", "last"),
@@ -128,12 +155,17 @@ class TestRegistry:
         assert covered == list(range(num_experts))
 
     def test_the_number_of_series_does_not_grow_with_experts_layers_or_requests(self):
-        few, many = full(), full()
-        many.max_expert_series = few.max_expert_series = 16
-        few.status = engine_status([rank_status(0, range(16))], {1: tuple(range(16))})
-        many.status = engine_status([rank_status(0, range(2048))], {n: tuple(range(2048)) for n in range(60)})
-        for metrics in (few, many):
-            metrics.recent_load = np.array(list(metrics.status.expert_tokens.values()))
+        few, many = make(max_expert_series=16), make(max_expert_series=16)
+        few.step(record())
+        few.request("OK", 0.1, tokens=4, received=64, sent=64)
+        take(few, engine_status([rank_status(0, range(8)), rank_status(1, range(8, 16))], {1: tuple(range(16))}))
+        take(
+            many,
+            engine_status(
+                [rank_status(0, range(2000)), rank_status(1, range(2000, 2048))],
+                {n: tuple(range(2048)) for n in range(60)},
+            ),
+        )
         for number in range(500):
             many.step(record(number, layer=number, traces=(None,) * 8))
             many.request("OK", 0.001 * number, tokens=number, received=1, sent=1)
@@ -291,18 +323,24 @@ class TestExpertLoad:
         counter.add(5, torch.tensor([[3, 2]]))
         counter.add(3, torch.empty((0, 2), dtype=torch.int32))
         totals = LoadTotals((3, 5), 4)
-        totals.update(0, 1, counter.read())
+        totals.update("process", counter.read())
         assert by_layer(totals) == {3: (0, 0, 0, 0), 5: (1, 0, 1, 3)}
 
-    def test_a_replaced_process_does_not_lose_what_its_predecessor_counted(self):
-        totals = LoadTotals((0,), 2)
-        one, two = (np.array([[5, 7]]).tobytes(), np.array([[1, 0]]).tobytes())
-        totals.update(0, 100, np.array([[2, 2]]).tobytes())
-        totals.update(0, 100, one)  # the same process: a later reading replaces the earlier one
-        totals.update(1, 300, one)
-        totals.update(0, 200, two)
-        totals.update(0, 200, b"")  # nothing new
-        assert by_layer(totals) == {0: (11, 14)}
+    def test_a_lost_process_takes_no_count_along_and_a_renumbered_rank_counts_once(self):
+        totals = LoadTotals((4, 9), 2)
+        totals.update("a", np.array([[2, 2], [0, 1]]).tobytes())
+        totals.update("a", np.array([[5, 7], [0, 2]]).tobytes())  # a later reading replaces the earlier one
+        totals.update("b", np.array([[1, 0], [0, 0]]).tobytes())
+        totals.update("a", b"")  # nothing new
+        assert by_layer(totals) == {4: (6, 7), 9: (0, 2)}
+        assert totals.of_layer(4).tolist() == [6, 7]
+
+    def test_many_processes_one_after_the_other_need_no_more_memory(self):
+        totals = LoadTotals((0,), 1)
+        for process in range(MAX_PROCESSES + 500):
+            totals.update(process, np.array([[1]]).tobytes())
+        assert by_layer(totals) == {0: (MAX_PROCESSES + 500,)}
+        assert len(totals._latest) == MAX_PROCESSES
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -320,6 +358,40 @@ class TestExpertLoad:
         torch.cuda.synchronize()
         counts = np.frombuffer(counter.read(), dtype=np.int64)
         assert counts.tolist() == (2 * torch.bincount(ids.flatten() + 1, minlength=257)[1:]).tolist()
+
+
+class TestLayout:
+    def test_slots_and_the_hottest_follow_each_layers_own_placement(self):
+        ranks = [rank_status(0, (0, 1)), rank_status(1, (2, 0))]
+        status = engine_status(ranks, {3: (6, 1, 1), 5: (2, 2, 8)}, slots={3: (0, 1, 2, 0), 5: (2, 1, 0, 2)})
+        layout, tokens = Layout.of(status), np.array([(6, 1, 1), (2, 2, 8)])
+        assert layout.slot_loads(tokens).tolist() == [[3, 1, 1, 3], [4, 2, 2, 4]]
+        assert layout.rank_loads(tokens).tolist() == [10, 10]
+        made = heat(layout, tokens)
+        assert made["percent"] == [[150, 50, 50, 150], [133, 67, 67, 133]]
+        assert made["experts"] == [[0, 1, 2, 0], [2, 1, 0, 2]]
+        first = next(hottest(layout, tokens))
+        assert first == {"expert": 2, "tokens": 9, "percent": 135, "ranks": [0, 1]}
+
+    def test_very_many_layers_share_rows(self):
+        ranks = [rank_status(0, range(1000))]
+        status = engine_status(ranks, {layer: tuple(range(1000)) for layer in range(61)})
+        made = heat(Layout.of(status), np.ones((61, 1000), dtype=np.int64))
+        assert made["rows"][0] == "layers 0 to 3"
+        assert made["rows"][-1] == "layer 60"
+        assert {value for row in made["percent"] for value in row} == {100}
+        assert made["experts"][0] == []
+
+    @pytest.mark.parametrize(
+        "status",
+        [
+            pytest.param(engine_status([], {}), id="nothing is up"),
+            pytest.param(engine_status([rank_status(0, ())], {1: (0, 0)}), id="ranks without experts"),
+            pytest.param(engine_status([rank_status(0, (0, 1))], {1: (0, 0)}, slots={1: (0,)}), id="between two sizes"),
+        ],
+    )
+    def test_there_is_none_while_ranks_change(self, status):
+        assert Layout.of(status) is None
 
 
 class TestPhaseClock:

@@ -73,8 +73,6 @@ class History:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.load_layers: tuple[int, ...] = ()
-        """The layers of `recent_load`, in its order."""
         self._buckets: deque[Counter[int]] = deque(maxlen=RECENT_S)
         self._now: Counter[int] = Counter()
         self._tokens = self._requests = self._errors = self._steps = 0
@@ -113,7 +111,7 @@ class History:
         self._now = Counter()
         self._tokens = self._requests = self._errors = self._steps = 0
         if load:
-            self.load_layers, self._latest = tuple(load), np.array(list(load.values()), dtype=np.int64)
+            self._latest = np.array(list(load.values()), dtype=np.int64)
             if not self._loads or now - self._loads[-1][0] >= LOAD_EVERY_S:
                 self._loads.append((now, self._latest))
 
@@ -130,7 +128,7 @@ class History:
         return sum(getattr(sample, name) for sample in last) / len(last) if last else 0.0
 
     def recent_load(self) -> np.ndarray:
-        """`(layers, physical experts)` tokens of the last minute; since the start where nothing came in that minute."""
+        """`(layers, experts)` tokens of the last minute; since the start where nothing came in that minute."""
         first, last = self._loads[0][1] if self._loads else self._latest, self._latest
         recent = last - first if first.shape == last.shape else last
         return recent if recent.sum() > 0 else last

@@ -7,7 +7,6 @@ client, request, layer and rank together. What the engine counts itself is read 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from epserve import __version__
+from epserve.serving.load import Layout, hottest
 
 STATES = ("starting", "serving", "recovering", "draining", "stopped")
-HOT_EXPERTS = 8
-"""How many of the hottest experts are named."""
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 PHASE_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -34,8 +32,10 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self.status: Any = None
         """The engine's last EngineStatus."""
-        self.recent_load: np.ndarray = np.zeros((0, 0), dtype=np.int64)
-        """`(layers, physical experts)` tokens of the last minute."""
+        self.hot: list[dict[str, Any]] = []
+        self.imbalance: float | None = None
+        self.rank_expert_tokens: dict[int, float] = {}
+        self._counted: np.ndarray | None = None
         self.rank_phases: dict[tuple[int, str], float] = {}
         self.max_expert_series = max_expert_series
         make: Any = {"registry": self.registry}
@@ -101,6 +101,21 @@ class Metrics:
         for phase, seconds in slowest.items():
             self._phase_seconds.labels(phase).observe(seconds)
 
+    def take(self, status: Any, layout: Layout | None, recent: np.ndarray) -> None:
+        """Each second: the engine's status, where experts lie, and `(layers, experts)` tokens of the last minute."""
+        counted = np.array(list(status.expert_tokens.values()), dtype=np.int64)
+        self.status = status
+        if layout is None or len(counted) != len(layout.layers):
+            return
+        # Since the last second's placement: experts may move, and what a rank has computed stays its own.
+        before = self._counted if self._counted is not None else np.zeros_like(counted)
+        for rank, tokens in enumerate(layout.rank_loads(np.maximum(counted - before, 0)).tolist()):
+            self.rank_expert_tokens[rank] = self.rank_expert_tokens.get(rank, 0.0) + tokens
+        self._counted = counted
+        loads = layout.rank_loads(recent)
+        self.imbalance = float(loads.max() / loads.mean()) if loads.sum() else None
+        self.hot = list(hottest(layout, recent))
+
 
 class _StatusCollector(Collector):
     """What the engine has counted."""
@@ -117,7 +132,7 @@ class _StatusCollector(Collector):
             _fill(families, status)
             for (rank, phase), seconds in sorted(self._metrics.rank_phases.items()):
                 families["rank_phase_seconds"].add_metric([str(rank), phase], seconds)
-            _fill_experts(families, status, self._metrics)
+            _fill_experts(families, self._metrics)
         yield from families.values()
 
 
@@ -127,6 +142,7 @@ def _families() -> dict[str, Any]:
         "state": ("1 for the state that the service is in.", ("state",)),
         "generation": ("Of the ranks' process group; one more after each recovery.", ()),
         "queue_tokens": ("Tokens that are accepted and not answered.", ()),
+        "spares": ("Ranks that wait, loaded, to replace a lost one.", ()),
         "rank_up": ("1 while the rank's process answers.", ("rank",)),
         "rank_weights_bytes": ("Bytes of the experts that a rank holds.", ("rank",)),
         "rank_load_imbalance": ("Busiest rank's expert tokens over the mean rank's, last minute.", ()),
@@ -137,6 +153,7 @@ def _families() -> dict[str, Any]:
         "steps": ("Steps that all ranks finished.", ()),
         "recoveries": ("Times that ranks were rebuilt.", ()),
         "replayed_requests": ("Requests that ran again after a rank failed.", ()),
+        "rebalances": ("Times that experts moved to balance the load.", ()),
         "rank_tokens": ("Tokens that a rank was home to.", ("rank",)),
         "rank_expert_tokens": ("Tokens that a rank's experts got, one for each of a token's experts.", ("rank",)),
         "rank_phase_seconds": ("Seconds of a rank in each phase of its steps.", ("rank", "phase")),
@@ -154,7 +171,7 @@ def _families() -> dict[str, Any]:
 def _fill(families: Mapping[str, Any], status: Any) -> None:
     for state in STATES:
         families["state"].add_metric([state], float(status.state == state))
-    for name in ("generation", "queue_tokens", "steps", "recoveries", "replayed_requests"):
+    for name in ("generation", "queue_tokens", "steps", "recoveries", "replayed_requests", "spares", "rebalances"):
         families[name].add_metric([], getattr(status, name))
     for rank in status.ranks:
         label = [str(rank.rank)]
@@ -164,34 +181,23 @@ def _fill(families: Mapping[str, Any], status: Any) -> None:
         families["triton_late_compiles"].add_metric(label, rank.late_compiles)
 
 
-def _fill_experts(families: Mapping[str, Any], status: Any, metrics: Metrics) -> None:
-    logical = np.array([expert for rank in status.ranks for expert in rank.experts], dtype=np.int64)
-    totals = np.array(list(status.expert_tokens.values()), dtype=np.int64)
-    if not logical.size or totals.ndim != 2 or totals.shape[1] != logical.size:
-        return  # the ranks are not up yet
-    first = np.cumsum([0, *(len(rank.experts) for rank in status.ranks)])
-    per_slot = totals.sum(axis=0)
-    for index, rank in enumerate(status.ranks):
-        tokens = per_slot[first[index] : first[index + 1]].sum()
-        families["rank_expert_tokens"].add_metric([str(rank.rank)], float(tokens))
-    per_expert = np.bincount(logical, weights=per_slot)
+def _fill_experts(families: Mapping[str, Any], metrics: Metrics) -> None:
+    for rank, tokens in sorted(metrics.rank_expert_tokens.items()):
+        families["rank_expert_tokens"].add_metric([str(rank)], tokens)
+    totals = np.array(list(metrics.status.expert_tokens.values()), dtype=np.int64)
+    per_expert = totals.sum(axis=0) if totals.ndim == 2 else np.zeros(0)
     for label, members in expert_groups(len(per_expert), metrics.max_expert_series):
         families["expert_tokens"].add_metric([label], float(per_expert[members].sum()))
-    recent = metrics.recent_load
-    if recent.ndim != 2 or recent.shape[1] != logical.size or not recent.sum():
-        return
-    recent_slot = recent.sum(axis=0)
-    rank_loads = np.array([recent_slot[low:high].sum() for low, high in pairwise(first)])
-    families["rank_load_imbalance"].add_metric([], float(rank_loads.max() / rank_loads.mean()))
-    hot = np.bincount(logical, weights=recent_slot)
-    for place, expert in enumerate(np.argsort(-hot, kind="stable")[:HOT_EXPERTS], start=1):
-        families["hot_expert_id"].add_metric([str(place)], float(expert))
-        families["hot_expert_load"].add_metric([str(place)], float(hot[expert] / hot.mean()))
+    if metrics.imbalance is not None:
+        families["rank_load_imbalance"].add_metric([], metrics.imbalance)
+    for place, each in enumerate(metrics.hot, start=1):
+        families["hot_expert_id"].add_metric([str(place)], each["expert"])
+        families["hot_expert_load"].add_metric([str(place)], each["percent"] / 100)
 
 
 def expert_groups(num_experts: int, limit: int) -> Iterator[tuple[str, slice]]:
     """At most `limit` groups of neighbours: ("7", 7..7) each where they fit, else ("8-11", 8..11)."""
-    width = -(-num_experts // limit)
+    width = max(1, -(-num_experts // limit))
     for start in range(0, num_experts, width):
         stop = min(start + width, num_experts)
         yield (str(start) if width == 1 else f"{start}-{stop - 1}"), slice(start, stop)

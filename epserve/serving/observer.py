@@ -22,6 +22,7 @@ import numpy as np
 from epserve import __version__
 from epserve.serving import logs, tracing
 from epserve.serving.history import History, Percentiles
+from epserve.serving.load import Layout, heat, hottest
 from epserve.serving.metrics import Metrics
 from epserve.serving.tracing import Tracing
 
@@ -33,8 +34,6 @@ log = logging.getLogger("epserve.serving")
 
 SAMPLE_S = 1.0
 RATES = ("tokens", "requests", "errors", "steps")
-MAX_HEAT_CELLS = 20_000
-"""Of the status page's heat map; more layers than that allows are added up in neighbouring groups."""
 
 
 class Watch:
@@ -72,6 +71,7 @@ class Observer:
         self.started = time.monotonic()
         self._snapshot: dict[str, Any] = {"state": "starting"}
         self._slots: dict[int, list[int]] = {}
+        self._layout: Layout | None = None
         self._sampling: asyncio.Task[None] | None = None
         engine.on_step(self._step)
 
@@ -123,12 +123,13 @@ class Observer:
             await asyncio.sleep(SAMPLE_S)
 
     def sample(self, calls: Any, seconds: float = SAMPLE_S) -> None:
-        status, metrics, history = self._engine.status(), self.metrics, self.history
+        status, history, layout = self._engine.status(), self.history, self._layout
         history.sample(time.time(), seconds, queue_tokens=status.queue_tokens, load=status.expert_tokens)
-        metrics.recent_load = history.recent_load()
-        metrics.status = status
-        self._slots = _slots(status.ranks, metrics.recent_load)
-        self._snapshot = self._describe(status, calls)
+        self._layout = layout = Layout.of(status) or layout
+        recent = history.recent_load()
+        self.metrics.take(status, layout, recent)
+        self._slots = _slots(status.ranks, layout, recent)
+        self._snapshot = self._describe(status, calls, recent)
 
     def latency(self) -> Percentiles:
         """Of the last minute."""
@@ -147,7 +148,7 @@ class Observer:
         spent = self.metrics.rank_phases
         return {phase: seconds for (each, phase), seconds in spent.items() if each == rank}
 
-    def _describe(self, status: Any, calls: Any) -> dict[str, Any]:
+    def _describe(self, status: Any, calls: Any, recent: np.ndarray) -> dict[str, Any]:
         info, latency = self._engine.info, self.latency()
         ranks = [
             {
@@ -183,33 +184,21 @@ class Observer:
             "rates": self.rates(),
             "latency": {name: round(value, 3) for name, value in asdict(latency).items()},
             "ranks": ranks,
-            "heat": heat(self.metrics.recent_load, self.history.load_layers),
+            "heat": heat(self._layout, recent),
+            "hot": list(hottest(self._layout, recent)),
             "series": self.history.series(),
         }
 
 
-def _slots(ranks: Any, load: np.ndarray) -> dict[int, list[int]]:
+def _slots(ranks: Any, layout: Layout | None, recent: np.ndarray) -> dict[int, list[int]]:
     """Rank -> load of each of its slots, all layers; empty while the ranks are not up."""
-    first = np.cumsum([0, *(len(rank.experts) for rank in ranks)]).tolist()
-    if load.ndim != 2 or load.shape[1] != first[-1]:
+    if layout is None or len(layout.bounds) != len(ranks) + 1 or len(recent) != len(layout.layers):
         return {}
-    per_slot = load.sum(axis=0).tolist()
-    return {rank.rank: per_slot[low:high] for rank, (low, high) in zip(ranks, itertools.pairwise(first), strict=True)}
-
-
-def heat(load: np.ndarray, layers: tuple[int, ...]) -> dict[str, Any]:
-    """Rows of layers, columns of physical experts: percent of the row's mean, so that 100 is a fair share."""
-    if not load.size:
-        return {"rows": [], "percent": []}
-    group = max(1, -(-load.size // MAX_HEAT_CELLS))
-    rows, percent = [], []
-    for start in range(0, len(load), group):
-        together = load[start : start + group].sum(axis=0)
-        mean = together.mean()
-        named = layers[start : start + group]
-        rows.append(f"layer {named[0]}" if len(named) == 1 else f"layers {named[0]} to {named[-1]}")
-        percent.append([round(100 * tokens / mean) if mean else 0 for tokens in together.tolist()])
-    return {"rows": rows, "percent": percent}
+    per_slot = [round(load) for load in layout.slot_loads(recent).sum(axis=0).tolist()]
+    return {
+        rank.rank: per_slot[low:high]
+        for rank, (low, high) in zip(ranks, itertools.pairwise(layout.bounds), strict=True)
+    }
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):

@@ -1,0 +1,84 @@
+"""From tokens of logical experts to what ranks and slots compute. Pure functions of an EngineStatus; NumPy only.
+
+Legend: L served layers, E logical experts, P slots (physical experts) of all ranks, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MAX_HEAT_CELLS = 20_000
+"""Of the status page's heat map; more layers than that allows are added up in neighbouring groups."""
+HOT_EXPERTS = 8
+"""How many of the hottest experts are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where experts lie now. `experts_LP`: the logical expert of each slot. `bounds`: first slot of each rank, and P."""
+
+    layers: tuple[int, ...]
+    experts_LP: np.ndarray
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, status: Any) -> Layout | None:
+        """None while the ranks are not up, or change."""
+        layers = tuple(status.expert_tokens)
+        own = [expert for rank in status.ranks for expert in rank.experts]
+        rows = [status.slots.get(layer, own) for layer in layers]
+        if not layers or not own or any(len(row) != len(own) for row in rows):
+            return None
+        bounds = np.cumsum([0, *(len(rank.experts) for rank in status.ranks)])
+        return cls(layers=layers, experts_LP=np.array(rows, dtype=np.int64), bounds=tuple(bounds.tolist()))
+
+    def slot_loads(self, tokens_LE: np.ndarray) -> np.ndarray:
+        """`(L, P)` float: an expert's tokens go to its copies in equal shares."""
+        copies_LE = np.zeros(tokens_LE.shape, dtype=np.int64)
+        rows = np.arange(len(self.layers))[:, None]
+        np.add.at(copies_LE, (rows, self.experts_LP), 1)
+        return tokens_LE[rows, self.experts_LP] / copies_LE[rows, self.experts_LP]
+
+    def rank_loads(self, tokens_LE: np.ndarray) -> np.ndarray:
+        """`(R,)` float, all layers."""
+        per_slot = self.slot_loads(tokens_LE).sum(axis=0)
+        return np.array([per_slot[low:high].sum() for low, high in zip(self.bounds, self.bounds[1:], strict=False)])
+
+
+def heat(layout: Layout | None, tokens_LE: np.ndarray) -> dict[str, Any]:
+    """Rows of layers, columns of slots: percent of the row's mean, so that 100 is a fair share.
+
+    experts: for each row the logical expert of each slot; empty where a row stands for several layers.
+    """
+    if layout is None or tokens_LE.shape[0] != len(layout.layers):
+        return {"rows": [], "percent": [], "experts": []}
+    loads_LP = layout.slot_loads(tokens_LE)
+    group = max(1, -(-loads_LP.size // MAX_HEAT_CELLS))
+    rows, percent, experts = [], [], []
+    for start in range(0, len(loads_LP), group):
+        together = loads_LP[start : start + group].sum(axis=0)
+        named, mean = layout.layers[start : start + group], together.mean()
+        rows.append(f"layer {named[0]}" if len(named) == 1 else f"layers {named[0]} to {named[-1]}")
+        percent.append([round(100 * tokens / mean) if mean else 0 for tokens in together.tolist()])
+        experts.append(layout.experts_LP[start].tolist() if len(named) == 1 else [])
+    return {"rows": rows, "percent": percent, "experts": experts}
+
+
+def hottest(layout: Layout | None, tokens_LE: np.ndarray) -> Iterator[dict[str, Any]]:
+    """The experts with most tokens over all layers, and the ranks that hold copies in some layer."""
+    if layout is None or not tokens_LE.sum():
+        return
+    tokens_E = tokens_LE.sum(axis=0)
+    for expert in np.argsort(-tokens_E, kind="stable")[:HOT_EXPERTS].tolist():
+        slots = np.unique(np.nonzero(layout.experts_LP == expert)[1])
+        ranks = np.unique(np.searchsorted(layout.bounds, slots, side="right") - 1)
+        yield {
+            "expert": expert,
+            "tokens": int(tokens_E[expert]),
+            "percent": round(100 * float(tokens_E[expert] / tokens_E.mean())),
+            "ranks": ranks.tolist(),
+        }

@@ -438,3 +438,25 @@ async def test_replies_tell_what_waiting_and_steps_took():
         empty = (await stub.Forward(message(torch.ones(0, 32)))).timings
     assert (timings.queue_us, timings.steps_us) == (250_000, 1_000_000)
     assert (empty.queue_us, empty.steps_us) == (0, 0)
+
+
+@pytest.mark.parametrize("jump_s", [86_400, -86_400])
+async def test_a_jump_of_the_wall_clock_changes_no_deadline_rate_or_lease(tmp_path, monkeypatch, jump_s):
+    """As when NTP sets a machine's clock: everything that waits goes by time.monotonic."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("t name=t tokens_per_s=100\n")
+    wall_clock = time.time
+
+    async def jump(batch):
+        monkeypatch.setattr(time, "time", lambda: wall_clock() + jump_s)
+        await asyncio.sleep(0.05)
+        return batch.hidden
+
+    x = torch.randn(100, 32)
+    async with serving(FakeEngine(jump), tokens_file=tokens) as server, impatient(server.address, "t") as client:
+        async with client.register_region(1 << 16) as region:
+            assert torch.equal(await client.forward(1, x, timeout=5.0, region=region), x)
+            with pytest.raises(Overloaded):
+                await client.forward(1, x, timeout=5.0)
+            server._calls.regions.reclaim()
+            assert [each.name for each in server._calls.regions.of("t")] == [region.name]

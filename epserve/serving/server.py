@@ -197,8 +197,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", message),
         ("grpc.max_send_message_length", message),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
-        # Identity only. Activations do not shrink (4 % with gzip for bfloat16, at some 20 MB/s), and a small compressed
-        # message could make the server unpack a large one.
+        # Identity only. gzip takes 21 % off bfloat16 noise at 9 MB/s of one core, and a small compressed message could make
+        # the server unpack a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
         ("grpc.keepalive_time_ms", 60_000),  # finds peers that vanished without closing

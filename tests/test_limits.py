@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -442,7 +443,10 @@ async def test_replies_tell_what_waiting_and_steps_took():
 
 @pytest.mark.parametrize("jump_s", [86_400, -86_400])
 async def test_a_jump_of_the_wall_clock_changes_no_deadline_rate_or_lease(tmp_path, monkeypatch, jump_s):
-    """As when NTP sets a machine's clock: everything that waits goes by time.monotonic."""
+    """As when a machine's clock is set: all that the service waits for goes by time.monotonic.
+
+    Calls carry their deadline in the message: gRPC's own is turned into a wall-clock time by the client's Python code.
+    """
     tokens = tmp_path / "tokens"
     tokens.write_text("t name=t tokens_per_s=100\n")
     wall_clock = time.time
@@ -452,11 +456,17 @@ async def test_a_jump_of_the_wall_clock_changes_no_deadline_rate_or_lease(tmp_pa
         await asyncio.sleep(0.05)
         return batch.hidden
 
+    memory = Path("/dev/shm") / f"test-{os.getpid()}-jump"
+    memory.write_bytes(bytes(64))
     x = torch.randn(100, 32)
-    async with serving(FakeEngine(jump), tokens_file=tokens) as server, impatient(server.address, "t") as client:
-        async with client.register_region(1 << 16) as region:
-            assert torch.equal(await client.forward(1, x, timeout=5.0, region=region), x)
-            with pytest.raises(Overloaded):
-                await client.forward(1, x, timeout=5.0)
-            server._calls.regions.reclaim()
-            assert [each.name for each in server._calls.regions.of("t")] == [region.name]
+    async with serving(FakeEngine(jump), tokens_file=tokens) as server, connect(server) as channel:
+        regions = server._calls.regions
+        regions.register_leased("t", name="r", key=memory.name, offset=0, size=64)
+        stub = pb_grpc.ExpertsStub(channel)
+        reply = await stub.Forward(message(x, timeout_ms=5000), metadata=bearer("t"))
+        assert torch.equal(tensor_of(reply), x)
+        error = await status_of(stub.Forward(message(x, timeout_ms=5000), metadata=bearer("t")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        regions.reclaim()
+        assert [each.name for each in regions.of("t")] == ["r"]
+        memory.unlink()

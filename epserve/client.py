@@ -122,7 +122,8 @@ class Client(_Endpoint):
                 raise status.error_of_rpc(error) from None
             finally:
                 timer.cancel()
-            call.add_callback(region.lost)
+            if not call.add_callback(region.lost):  # it has ended already
+                region.lost()
             try:
                 yield region
             finally:

@@ -78,9 +78,9 @@ def engine_ms(address: str, batch: tuple, repeats: int) -> list[float]:
 
 
 @torch.no_grad()
-def measure(folder: Path, address: str, repeats: int) -> list[dict]:
+def measure(folder: Path, address: str, repeats: int, shared_memory_bytes: int) -> list[dict]:
     rows = []
-    with epserve.transformers.connect(address):
+    with epserve.transformers.connect(address, shared_memory_bytes=shared_memory_bytes):
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="epserve")
         experts = model.model.layers[0].mlp.experts
         for tokens in TOKENS:
@@ -92,6 +92,7 @@ def measure(folder: Path, address: str, repeats: int) -> list[dict]:
             rows.append(
                 {
                     "tokens": tokens,
+                    "way": "shared memory" if shared_memory_bytes else "messages",
                     "layer_ms_p50": round(p50[0], 3),
                     "layer_ms_p10": round(sorted(whole)[repeats // 10], 3),
                     "engine_ms_p50": round(p50[1], 3),
@@ -111,7 +112,7 @@ def main() -> None:
         write_checkpoint(folder)
         process, address = start(folder)
         try:
-            rows = measure(folder, address, repeats)
+            rows = [row for size in (0, 16 << 20) for row in measure(folder, address, repeats, size)]
         finally:
             process.terminate()
             process.wait(timeout=60)

@@ -65,7 +65,10 @@ class InProcess:
 
     def __init__(self, path: Path, *, max_tokens: int = 16, dtype: str = "auto"):
         self.max_tokens, self.calls = max_tokens, 0
-        settings = {"model": {"path": str(path), "dtype": dtype}, "engine": {"max_tokens_per_rank": max_tokens}}
+        settings = {
+            "model": {"path": str(path), "dtype": dtype},
+            "engine": {"max_tokens_per_rank": max_tokens, "device": "cpu"},
+        }
         self.worker = Worker(parse_config(settings), RankContext())
         self.worker.load()
         self.worker.warm_up()

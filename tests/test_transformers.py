@@ -364,6 +364,18 @@ def test_shared_memory_that_is_full_or_forgotten_is_passed_over(qwen):
         assert served.registered == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_client_on_a_gpu(qwen):
+    """The rank is on the CPU: tensors go there and come back."""
+    local = AutoModelForCausalLM.from_pretrained(qwen, device_map="cuda")
+    with epserve.transformers.connect(InProcess(qwen)) as service:
+        remote = load(qwen, service, device_map="cuda")
+        got = remote(input_ids=PROMPTS.cuda()).logits
+    assert got.is_cuda
+    torch.testing.assert_close(got, local(input_ids=PROMPTS.cuda()).logits, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_peak_memory_of_a_client(tmp_path):
     """In a process of its own, whose peak may grow by the weights that are not experts', and 2 % of them."""

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 import epserve.transformers
-from epserve.errors import EpserveError
+from epserve.client import Client
+from epserve.errors import EpserveError, InvalidRequest
 
 from .coverage_table import write_checkpoint
 
@@ -128,6 +129,8 @@ def test_a_family_without_a_table_and_a_service_that_dies_in_the_middle_of_gener
 def test_a_service_that_stays_away_is_an_error_after_the_deadline(tmp_path):
     path = write_checkpoint("granitemoe", tmp_path / "checkpoint")
     with served(path, tmp_path) as service, epserve.transformers.connect(service.address, retry_for_s=3.0):
+        with Client(service.address) as client, pytest.raises(InvalidRequest, match="the client chooses experts"):
+            client.forward(0, torch.randn(2, 32))  # without routing: the service has no gate of this family
         remote = AutoModelForCausalLM.from_pretrained(path, experts_implementation="epserve")
         greedy(remote)
         service.kill()

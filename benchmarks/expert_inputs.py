@@ -1,4 +1,5 @@
-"""Inputs of the experts' benchmark: shapes, weights, routing, the fp32 reference and the floor. Same seeds, same tensors on every run.
+"""Inputs of the experts' benchmark: shapes, weights, routing, the fp32 reference and the floor. Same seeds, same tensors on
+every run.
 
 The floor is the larger of the bytes (weights of the active experts, x, out) at 4.3 TB/s, the rate of a copy on an H200, and
 2 * pairs * 3 * N * K operations at 790 (bf16) or 1500 (fp8) TFLOP/s. A kernel that almost only reads can come in just under it.

@@ -4,9 +4,10 @@
     python -m benchmarks.experts --shapes dsv3_ep8 --dtypes fp8_block --ms 1 64 4096 --skew zipf
     python -m benchmarks.experts --format batched                            the batched format on the same rows
 
-Each cell is checked against an fp32 reference, then timed as one CUDA graph over several different inputs: the median of 7 to 60 replays, whose
-output, filled with NaN before, is checked again. Peers' times (`peers/h200.csv`: best of vLLM, SGLang, DeepGEMM, triton_kernels, torch) were
-measured in the same way with the same inputs. Exit status 1 when a cell failed or was wrong.
+Each cell is checked against an fp32 reference, then timed as one CUDA graph over several different inputs: the median of 7 to
+60 replays, whose output, filled with NaN before, is checked again. Peers' times (`peers/h200.csv`: best of vLLM, SGLang,
+DeepGEMM, triton_kernels, torch) were measured in the same way with the same inputs. Exit status 1 when a cell failed or was
+wrong.
 """
 
 from __future__ import annotations

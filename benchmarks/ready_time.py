@@ -1,4 +1,5 @@
-"""How long the Triton experts take to be ready with an empty cache on disk, how many variants that is, and that nothing compiles afterwards.
+"""How long the Triton experts take to be ready with an empty cache on disk, how many variants that is, and that nothing
+compiles afterwards.
 
 TRITON_CACHE_DIR=$(mktemp -d) python -m benchmarks.ready_time --shape dsv3_ep8 --dtype fp8_block
 """

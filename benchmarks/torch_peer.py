@@ -1,7 +1,8 @@
 """torch's grouped GEMMs with small Triton kernels around them: the calibration peer, timed in the same run on the same inputs.
 
-Its drift from the time that `peers/h200.csv` holds for it tells how far this machine is from the one behind that table.
-bf16, and fp8 with one static scale a tensor. count -> permute (and quantise) -> GEMM -> SiLU * up (and quantise) -> GEMM -> weighted sum.
+Its drift from the time that `peers/h200.csv` holds for it tells how far this machine is from the one behind that table. bf16,
+and fp8 with one static scale a tensor. count -> permute (and quantise) -> GEMM -> SiLU * up (and quantise) -> GEMM ->
+weighted sum.
 """
 
 import torch

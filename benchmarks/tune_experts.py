@@ -4,8 +4,9 @@
     python -m benchmarks.tune_experts --shapes dsv3_ep8 --dtypes fp8_block --ms 1 4      a part; what --out holds is kept
     python -m benchmarks.tune_experts --no-time                                          only fill Triton's cache on disk
 
-All candidates are compiled in a process pool first. The time that is left is shared evenly among the cells that are left; a cell that runs out
-keeps the best so far. The first GEMM also pays for the quantisation or the copy of rows before it, the second for the weighted sum after it.
+All candidates are compiled in a process pool first. The time that is left is shared evenly among the cells that are left; a
+cell that runs out keeps the best so far. The first GEMM also pays for the quantisation or the copy of rows before it, the
+second for the weighted sum after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fused Triton experts in the batched format: `(e, T, K)` with counts on the device. Work follows the counts, never the capacity.
 
-Which tile suits depends on counts that the host does not know: the plan kernel fills the table of thin or of thick tiles, both sets of GEMMs
-are launched, and those with the empty table end at once.
+Which tile suits depends on counts that the host does not know: the plan kernel fills the table of thin or of thick tiles,
+both sets of GEMMs are launched, and those with the empty table end at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         """For thin and for thick batches; one sort of splits and quantisation: none inside the GEMMs."""
         specialised = self.launcher().specialises
         problem = Problem.of(self.spec, num_experts)
-        tokens = [max(1, round(rows * problem.num_experts / problem.top_k)) for rows in (THIN_ROWS // 2, min(capacity, 256))]
+        tokens = [
+            max(1, round(rows * problem.num_experts / problem.top_k)) for rows in (THIN_ROWS // 2, min(capacity, 256))
+        ]
         thin, thick = (choose(problem, count, self.table or {}, specialised=specialised)[0] for count in tokens)
         return _plain(thin), _plain(thick)
 

@@ -56,7 +56,9 @@ class CompileCounter:
     def _hook(self, *, fn, key, **other):
         with self._lock:
             counts = self.late if self.is_ready else self.warm
-            if self.is_ready or (fn.name, key) not in self._seen:  # a parallel warm-up asks again before the first is done
+            if (
+                self.is_ready or (fn.name, key) not in self._seen
+            ):  # a parallel warm-up asks again before the first is done
                 counts[fn.name] = counts.get(fn.name, 0) + 1
             self._seen.add((fn.name, key))
         if self.is_ready:

@@ -1,7 +1,7 @@
 """Fused Triton experts in Standard format: sort the local slots, two grouped GEMMs, weighted sum. Everything on the device.
 
-Up to 128 slots there is no sort: each program finds its tile in the ids. Above, a counting sort of the local slots only; slots of other
-ranks cost nothing. No host sync, no float atomics: graph-safe, and the same bits on every run.
+Up to 128 slots there is no sort: each program finds its tile in the ids. Above, a counting sort of the local slots only;
+slots of other ranks cost nothing. No host sync, no float atomics: graph-safe, and the same bits on every run.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class TritonExperts(FusedMoEExpertsModular):
         tiles, _ = self.tiles(x.shape[0], weights.num_experts, ids.shape[1])
         b, direct = self._buffers(x.shape[0], ids.shape[1], weights.num_experts, tiles, workspace)
         ready = prepared.scales is not None
+        assert b.h is not None and b.y is not None, "carved from real memory"
         assert not ready or mode == BLOCK, "rows come quantised in 1x128 blocks only"
         expand = tiles.expand and not direct
         fly = tiles.gate_up.fly and not ready and not expand and mode not in (FLOAT, ROW)

@@ -250,9 +250,11 @@ class Launcher:
     def _constants(self, c: GemmTiles, bm: int, num_experts: int, num_rows: int, source: int) -> dict:
         assert self.numerics.mode != BLOCK or c.bk == 128, "a step is one block of scales"
         padded = (32 if num_rows <= 32 else DIRECT_SLOTS) if source == DIRECT else 1
-        return dict(K=self.K, N=self.N, MODE=self.numerics.mode, CHANNEL=self.numerics.channel, SWAP=c.swap,
-                    FLAT=c.flat, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, SP=padded, BINS=self.bins(num_experts),
-                    PDL=self.pdl, num_warps=c.warps, num_stages=c.stages)  # fmt: skip
+        return {
+            "K": self.K, "N": self.N, "MODE": self.numerics.mode, "CHANNEL": self.numerics.channel, "SWAP": c.swap,
+            "FLAT": c.flat, "BM": bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split, "SP": padded, "PDL": self.pdl,
+            "BINS": self.bins(num_experts), "num_warps": c.warps, "num_stages": c.stages,
+        }  # fmt: skip
 
     def _programs(self, c: GemmTiles, bm: int, work: int, *, gated: bool) -> int:
         """One wave of programs, by shared memory: an empty program costs about 1 us. Or one program a work item."""

@@ -1,6 +1,7 @@
 """Tile sizes of the Triton experts: what a configuration says, the measured tables that we ship, and the rule without them.
 
-A table is `tuned/DEVICE.json`, written by `benchmarks/tune_experts.py`; a cell of it is one (shape, quantisation, bucket of tokens).
+A table is `tuned/DEVICE.json`, written by `benchmarks/tune_experts.py`; a cell of it is one (shape, quantisation, bucket of
+tokens).
 """
 
 from __future__ import annotations

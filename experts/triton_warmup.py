@@ -1,4 +1,6 @@
-"""Start-up of the Triton experts: which machine this is, and every kernel variant compiled and loaded before the first request."""
+"""Start-up of the Triton experts: which machine this is, and every kernel variant compiled and loaded before the first
+request.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def warm_up_batched(experts, weights: ExpertWeights, max_rows: int, workspaces: 
     device, book = launcher.device, HandleBook("warm-up")
     x = torch.ones((e, max_rows, spec.shape.hidden), dtype=spec.shape.dtype, device=device)
     scales = torch.ones((e, max_rows, -(-spec.shape.hidden // 128)), device=device)
-    forms = [(x, None)]
+    forms: list[tuple[torch.Tensor, torch.Tensor | None]] = [(x, None)]
     if spec.quant.dispatch_dtype is not None:
         forms.append((x.to(spec.quant.dispatch_dtype), scales))
     shapes = experts.workspace_shapes(0, spec.shape.top_k, e, max_rows)

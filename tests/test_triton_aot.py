@@ -1,4 +1,6 @@
-"""The Triton kernels compiled for GPUs that are not there. The stand-in for the driver is global: a process of its own for each GPU."""
+"""The Triton kernels compiled for GPUs that are not there. The stand-in for the driver is global: a process of its own for
+each GPU.
+"""
 
 import os
 import subprocess

@@ -1,7 +1,8 @@
 """The two grouped GEMMs. A persistent grid walks work items = tiles x column blocks (x splits); weights come by TMA.
 
-`w` of the first is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK): gate and up rows in one transfer; of the second, of `(E*K, N)` with
-block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times as many elements. Out-of-range columns read as zero, out-of-range rows are masked where results are stored. See `pieces` for the modes.
+`w` of the first is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK): gate and up rows in one transfer; of the second,
+of `(E*K, N)` with block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times as many elements. Out-of-range
+columns read as zero, out-of-range rows are masked where results are stored. See `pieces` for the modes.
 """
 
 import triton

@@ -1,10 +1,11 @@
 """Grouped GEMMs for compute capability 9.0, warp-specialised by hand (Gluon): thick batches, rows that lie expert by expert.
 
-One warp loads by TMA; two warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled and added outside the tensor
-core: Triton keeps all warps in step, so that the tensor cores idle meanwhile; here one warpgroup adds while the other one multiplies.
+One warp loads by TMA; two warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled and added
+outside the tensor core: Triton keeps all warps in step, so that the tensor cores idle meanwhile; here one warpgroup adds
+while the other one multiplies.
 
-A work item is 128 rows of one expert by two blocks of 128 output columns: gate and up in the first GEMM, neighbours in the second.
-The modes are those of `pieces`.
+A work item is 128 rows of one expert by two blocks of 128 output columns: gate and up in the first GEMM, neighbours in the
+second. The modes are those of `pieces`.
 """
 
 from triton.experimental import gluon
@@ -55,7 +56,9 @@ def _load(xd, wd, tiles, a, b, full, empty, T, GM, ROWS: gl.constexpr, SECOND: g
             mbarrier.expect(bar, BYTES + BYTES // 2, pred=both == 0)
             rows = a.index(s)
             tma.async_copy_global_to_shared(xd, [row0, kb * BK], bar, rows.slice(0, HALF_ROWS))
-            tma.async_copy_global_to_shared(xd, [row0 + HALF_ROWS, kb * BK], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both)
+            tma.async_copy_global_to_shared(
+                xd, [row0 + HALF_ROWS, kb * BK], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both
+            )
             tma.async_copy_global_to_shared(wd, [w_row, kb * BK], bar, b.index(2 * s))
             bar = full.index(2 * s + 1)
             mbarrier.expect(bar, BYTES)
@@ -202,10 +205,12 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: g
 @gluon.jit(do_not_specialize=["T", "GM"])
 def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
             MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128 GATED.
+    """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
+    GATED.
 
-    xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert, INNER), block
-    (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the scale of x, a2 that of out, ws (E,).
+    xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert,
+    INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
+    scale of x, a2 that of out, ws (E,).
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     ROWS: gl.constexpr = 2 * OUT if GATED else OUT

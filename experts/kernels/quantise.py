@@ -21,9 +21,11 @@ def _narrow(v, TO: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def quantise_tokens(x, given, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
-                    MODE: tl.constexpr, EXPAND: tl.constexpr, GIVEN: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    MODE: tl.constexpr, EXPAND: tl.constexpr, GIVEN: tl.constexpr, B: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
     """Token rows of 128 * B columns a program. EXPAND: one copy for each local slot, at row `inv[slot]`, so that rows lie
-    expert by expert; otherwise one row a token. GIVEN: x comes quantised, with its scales. Tokens without a local slot are neither read nor written."""
+    expert by expert; otherwise one row a token. GIVEN: x comes quantised, with its scales. Tokens without a local slot
+    are neither read nor written."""
     pdl_enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TP)

@@ -1,6 +1,7 @@
 """After warm-up, batches of any size ask for no kernel variant that warm-up did not: through Triton's real specialisation key.
 
-The hook that sees a missing variant vetoes its compilation, so that only keys are made: a variant asked for twice is the same key twice.
+The hook that sees a missing variant vetoes its compilation, so that only keys are made: a variant asked for twice is the same
+key twice.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""Compiled for compute capability 9.0 and looked at: which matrix instructions, and that no register is spilled. Others: that they compile."""
+"""Compiled for compute capability 9.0 and looked at: which matrix instructions, and that no register is spilled. Others: that
+they compile.
+"""
 
 import os
 

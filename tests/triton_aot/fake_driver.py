@@ -1,4 +1,6 @@
-"""A CUDA driver that does nothing: launches go through Triton's real binder, specialisation key, hooks and compiler, on a machine without a GPU."""
+"""A CUDA driver that does nothing: launches go through Triton's real binder, specialisation key, hooks and compiler, on a
+machine without a GPU.
+"""
 
 import torch
 import triton

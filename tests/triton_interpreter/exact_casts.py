@@ -1,8 +1,11 @@
 """Makes Triton's interpreter convert and compute bf16 and e4m3 exactly as torch does. For tests only: it patches internals.
 
-Without it the interpreter multiplies raw bits of bf16, truncates f32 -> bf16 and loses mantissa carries in f32 -> e4m3. `check()` shows that
-the patch holds with the Triton that is installed. Import it before launching kernels, with TRITON_INTERPRET=1 set before Triton is imported.
+Without it the interpreter multiplies raw bits of bf16, truncates f32 -> bf16 and loses mantissa carries in f32 -> e4m3.
+`check()` shows that the patch holds with the Triton that is installed. Import it before launching kernels, with
+TRITON_INTERPRET=1 set before Triton is imported.
 """
+
+import functools
 
 import numpy as np
 import torch
@@ -61,16 +64,20 @@ def _binary_op(self, left, right, op):
     return _binary(self, left, right, op)
 
 
+OPERATIONS = {
+    "fadd": np.add, "fmul": np.multiply, "fsub": np.subtract, "fdiv": np.divide, "maxnumf": np.fmax, "minnumf": np.fmin,
+    "fcmpOLT": np.less, "fcmpOGT": np.greater, "fcmpOLE": np.less_equal, "fcmpOGE": np.greater_equal,
+}  # fmt: skip
+
+
 def install() -> None:
     Builder.cast_impl, Builder.create_fp_to_fp = _cast_impl, _create_fp_to_fp
     Builder.create_dot, Builder.binary_op = _create_dot, _binary_op
     Builder.create_fp_ext = Builder.create_fp_trunc = lambda self, source, to: self.cast_impl(source, to)
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
         setattr(Builder, "create_" + name, lambda self, source, to: self.cast_impl(source, to))
-    for name, op in (("fadd", np.add), ("fmul", np.multiply), ("fsub", np.subtract), ("fdiv", np.divide),
-                     ("maxnumf", np.fmax), ("minnumf", np.fmin), ("fcmpOLT", np.less), ("fcmpOGT", np.greater),
-                     ("fcmpOLE", np.less_equal), ("fcmpOGE", np.greater_equal)):  # fmt: skip
-        setattr(Builder, "create_" + name, (lambda op: lambda self, a, b: self.binary_op(a, b, op))(op))
+    for name, op in OPERATIONS.items():
+        setattr(Builder, "create_" + name, functools.partialmethod(_binary_op, op=op))
 
 
 @triton.jit

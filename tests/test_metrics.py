@@ -1,12 +1,8 @@
-"""Metrics: what is counted, under which names, with how many series; the expert load and the clocks behind them."""
+"""Metrics: what is counted, under which names, with how many series; dashboards that fit."""
 
 import asyncio
-import io
 import json
-import logging
-import math
 import re
-import time
 from pathlib import Path
 
 import grpc
@@ -18,20 +14,16 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epserve.errors import Overloaded, RankFailed
-from epserve.expert_load import MAX_PROCESSES, LoadCounter, LoadTotals, by_layer
-from epserve.phases import PHASES, PhaseClock
+from epserve.phases import PHASES
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import logs
-from epserve.serving.history import SAMPLES, History, bucket_of, percentiles
-from epserve.serving.load import Layout, heat, hottest
+from epserve.serving.load import Layout
 from epserve.serving.metrics import Metrics, expert_groups
 from tests.fake_engine import FakeEngine
 from tests.grpc_calls import Frames, connect, message, status_of
 from tests.observed import engine_status, fetch, rank_status, record, sample, watched
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
-CPU = torch.device("cpu")
 
 
 def values(text: str) -> dict[str, float]:
@@ -314,209 +306,3 @@ class TestDeploy:
         families = text_string_to_metric_families(generate_latest(full().registry).decode())
         names = {family.name for family in families if family.name.startswith("epserve_")}
         assert names <= {name.removesuffix("_total") for name in self.NAMES.findall(page)}
-
-
-class TestExpertLoad:
-    def test_counts_are_those_of_the_ids_and_missing_experts_count_nowhere(self):
-        counter = LoadCounter((3, 5), 4, CPU)
-        counter.add(5, torch.tensor([[0, 3], [3, -1], [-1, -1]], dtype=torch.int32))
-        counter.add(5, torch.tensor([[3, 2]]))
-        counter.add(3, torch.empty((0, 2), dtype=torch.int32))
-        totals = LoadTotals((3, 5), 4)
-        totals.update("process", counter.read())
-        assert by_layer(totals) == {3: (0, 0, 0, 0), 5: (1, 0, 1, 3)}
-
-    def test_a_lost_process_takes_no_count_along_and_a_renumbered_rank_counts_once(self):
-        totals = LoadTotals((4, 9), 2)
-        totals.update("a", np.array([[2, 2], [0, 1]]).tobytes())
-        totals.update("a", np.array([[5, 7], [0, 2]]).tobytes())  # a later reading replaces the earlier one
-        totals.update("b", np.array([[1, 0], [0, 0]]).tobytes())
-        totals.update("a", b"")  # nothing new
-        assert by_layer(totals) == {4: (6, 7), 9: (0, 2)}
-        assert totals.of_layer(4).tolist() == [6, 7]
-
-    def test_many_processes_one_after_the_other_need_no_more_memory(self):
-        totals = LoadTotals((0,), 1)
-        for process in range(MAX_PROCESSES + 500):
-            totals.update(process, np.array([[1]]).tobytes())
-        assert by_layer(totals) == {0: (MAX_PROCESSES + 500,)}
-        assert len(totals._latest) == MAX_PROCESSES
-
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-    def test_counting_on_a_gpu_never_waits_for_it(self):
-        counter = LoadCounter((0,), 256, torch.device("cuda"))
-        ids = torch.randint(-1, 256, (4096, 8), device="cuda")
-        counter.add(0, ids)
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        start = time.perf_counter()
-        counter.add(0, ids)
-        counter.read()
-        assert time.perf_counter() - start < 0.2
-        torch.cuda.synchronize()
-        counter.read()  # starts a copy of what is there by now
-        torch.cuda.synchronize()
-        counts = np.frombuffer(counter.read(), dtype=np.int64)
-        assert counts.tolist() == (2 * torch.bincount(ids.flatten() + 1, minlength=257)[1:]).tolist()
-
-
-class TestLayout:
-    def test_slots_and_the_hottest_follow_each_layers_own_placement(self):
-        ranks = [rank_status(0, (0, 1)), rank_status(1, (2, 0))]
-        status = engine_status(ranks, {3: (6, 1, 1), 5: (2, 2, 8)}, slots={3: (0, 1, 2, 0), 5: (2, 1, 0, 2)})
-        layout, tokens = Layout.of(status), np.array([(6, 1, 1), (2, 2, 8)])
-        assert layout.slot_loads(tokens).tolist() == [[3, 1, 1, 3], [4, 2, 2, 4]]
-        assert layout.rank_loads(tokens).tolist() == [10, 10]
-        made = heat(layout, tokens)
-        assert made["percent"] == [[150, 50, 50, 150], [133, 67, 67, 133]]
-        assert made["experts"] == [[0, 1, 2, 0], [2, 1, 0, 2]]
-        first = next(hottest(layout, tokens))
-        assert first == {"expert": 2, "tokens": 9, "percent": 135, "ranks": [0, 1]}
-
-    def test_very_many_layers_share_rows(self):
-        ranks = [rank_status(0, range(1000))]
-        status = engine_status(ranks, {layer: tuple(range(1000)) for layer in range(61)})
-        made = heat(Layout.of(status), np.ones((61, 1000), dtype=np.int64))
-        assert made["rows"][0] == "layers 0 to 3"
-        assert made["rows"][-1] == "layer 60"
-        assert {value for row in made["percent"] for value in row} == {100}
-        assert made["experts"][0] == []
-
-    @pytest.mark.parametrize(
-        "status",
-        [
-            pytest.param(engine_status([], {}), id="nothing is up"),
-            pytest.param(engine_status([rank_status(0, ())], {1: (0, 0)}), id="ranks without experts"),
-            pytest.param(engine_status([rank_status(0, (0, 1))], {1: (0, 0)}, slots={1: (0,)}), id="between two sizes"),
-        ],
-    )
-    def test_there_is_none_while_ranks_change(self, status):
-        assert Layout.of(status) is None
-
-
-class TestPhaseClock:
-    def test_rounds_add_up_and_a_new_step_starts_over(self):
-        clock = PhaseClock(CPU)
-        for phase in (*PHASES, "prepare", "experts", "finalize"):
-            clock.enter(phase)
-            time.sleep(0.002)
-        clock.enter("idle")
-        first = clock.seconds()
-        assert list(first) == list(PHASES)
-        assert first["experts"] >= 0.004 > first["gate"] >= 0.002
-        clock.enter("check")
-        clock.enter("idle")
-        assert list(clock.seconds()) == ["check"]
-        assert clock.phase == "idle"
-
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-    def test_on_a_gpu_it_is_the_devices_time(self):
-        clock = PhaseClock(torch.device("cuda"))
-        clock.enter("check")
-        clock.enter("experts")
-        torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        clock.enter("idle")
-        torch.cuda.synchronize()
-        assert clock.seconds()["experts"] > 0.05 > clock.seconds()["check"]
-
-
-class TestHistory:
-    def test_percentiles_are_within_a_bucket_of_the_truth(self):
-        latencies = np.random.default_rng(0).lognormal(-5, 1, 5000)
-        history = History()
-        for each in latencies:
-            history.request(float(each))
-        history.sample(0.0, 1.0, queue_tokens=0, load={})
-        found = history.latency()
-        for p, value in ((50, found.p50_ms), (90, found.p90_ms), (99, found.p99_ms)):
-            assert value == pytest.approx(np.percentile(latencies, p) * 1e3, rel=0.03)
-        assert found.count == 5000
-
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-9, 1e-5, 1e4])
-    def test_no_latency_breaks_the_buckets(self, seconds):
-        assert percentiles({bucket_of(seconds): 1}).p50_ms == pytest.approx(max(seconds, 1e-5) * 1e3, rel=0.03)
-
-    def test_memory_is_bounded_and_old_minutes_are_forgotten(self):
-        history = History()
-        for second in range(2 * SAMPLES):
-            history.request(5.0 if second < SAMPLES else 0.001)
-            history.step(10)
-            history.sample(float(second), 1.0, queue_tokens=second, load={0: (second, 2 * second)})
-        assert len(history.samples) == SAMPLES
-        assert history.latency().p99_ms < 1.1
-        assert history.rate("tokens") == 10
-        recent = history.recent_load()
-        assert 55 <= recent[0, 0] <= 60 and recent[0, 1] == 2 * recent[0, 0]
-        assert len(history._loads) < 20
-
-    def test_a_quiet_minute_shows_the_load_since_the_start(self):
-        history = History()
-        for second in range(100):
-            history.sample(float(second), 1.0, queue_tokens=0, load={0: (3, 4)})
-        assert history.recent_load().tolist() == [[3, 4]]
-        assert math.isclose(history.rate("requests"), 0.0)
-        assert history.series()["p50_ms"] == [None] * 100
-
-
-class TestLogs:
-    def line(self, *args, form="json", name="epserve.serving", **kwargs):
-        stream, logger = io.StringIO(), logging.Logger(name)
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(logs.JsonFormatter() if form == "json" else logs.TextFormatter())
-        logger.addHandler(handler)
-        logger.info(*args, **kwargs)
-        return stream.getvalue()
-
-    def test_a_line_is_one_object_with_the_values_that_its_template_names(self):
-        token = logs.request_id.set("r-7")
-        try:
-            text = self.line("layer=%d status=%s %s ms=%.2f 100%%", 3, "OK", "two\nlines", 1.234)
-        finally:
-            logs.request_id.reset(token)
-        assert text.count("\n") == 1
-        made = json.loads(text)
-        assert (made["request"], made["layer"], made["status"], made["ms"]) == ("r-7", 3, "OK", 1.234)
-        assert made["message"] == "layer=3 status=OK two\nlines ms=1.23 100%"
-        assert made["level"] == "info"
-
-    def test_an_exception_is_a_member_of_its_line(self):
-        try:
-            raise ValueError("Bearer abc.defgh")
-        except ValueError:
-            made = json.loads(self.line("broke", exc_info=True))
-        assert "ValueError: Bearer ***" in made["error"]
-
-    @pytest.mark.parametrize("form", ["json", "text"])
-    @pytest.mark.parametrize(
-        "secret",
-        ["authorization: Bearer s3cr3t-t0ken", "('authorization', 'Bearer s3cr3t-t0ken')", "token=s3cr3t-t0ken",
-         '{"token": "s3cr3t-t0ken"}', "password: s3cr3t-t0ken", "Basic s3cr3t-t0ken"],
-    )  # fmt: skip
-    def test_secrets_do_not_reach_the_log(self, form, secret):
-        assert "s3cr3t" not in self.line("call with %s", secret, form=form)
-        assert "s3cr3t" not in self.line(secret, form=form)
-
-    def test_model_tokens_are_no_secret(self):
-        refusal = "authorization: missing or unknown bearer token (server.tokens_file)"
-        assert "bearer token" in self.line("request=- status=UNAUTHENTICATED %s", refusal, form="text")
-        assert "tokens=512 status=OK" in self.line("tokens=%d status=%s", 512, "OK", form="text")
-
-    async def test_each_request_logs_its_own_id(self, caplog):
-        caplog.set_level(logging.DEBUG, "epserve.serving")
-        seen = {}
-
-        async def compute(batch):
-            await asyncio.sleep(0.01)
-            seen[batch.request_id] = logs.request_id.get()
-            return batch.hidden
-
-        async with watched(FakeEngine(compute)) as server, connect(server) as channel:
-            stub = pb_grpc.ExpertsStub(channel)
-            calls = [stub.Forward(message(torch.ones(1, 32), request_id=f"id-{n}")) for n in range(5)]
-            frames = Frames(channel)
-            for number in range(5, 8):
-                await frames.send(number, torch.ones(1, 32), request_id=f"id-{number}")
-            await frames.replies(3)
-            await asyncio.gather(*calls)
-        assert seen == {f"id-{n}": f"id-{n}" for n in range(8)}

@@ -96,6 +96,10 @@ class Service:
             self._held.close()
             self.transport.close()
 
+    def __deepcopy__(self, memo: dict) -> Service:
+        """Copies of a model share its service."""
+        return self
+
     def __enter__(self) -> Service:
         return self
 
@@ -232,6 +236,7 @@ def attach(model: PreTrainedModel, service: Service, dtype: torch.dtype) -> None
     model.all_tied_weights_keys = {
         key: source for key, source in model.all_tied_weights_keys.items() if key not in emptied
     }
+    vars(model)["save_pretrained"] = _refuse_to_save
 
 
 def differences(served: Any, layers: tuple[ExpertsLayer, ...], dtype: torch.dtype, path: str) -> list[str]:
@@ -281,6 +286,10 @@ def _empty(prefix: str, module: nn.Module) -> set[str]:
             emptied |= {f"{path}.{name}" for name in names}
         vars(part)["_is_hf_initialized"] = True
     return emptied
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ConfigError("a model with remote experts cannot be saved: its checkpoint would have none")
 
 
 def _experts_forward(

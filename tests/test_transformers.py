@@ -269,8 +269,15 @@ def test_ids_that_mean_no_expert(qwen):
 def test_a_copy_of_a_model_uses_the_same_service(qwen):
     with epserve.transformers.connect(InProcess(qwen)) as service:
         remote = load(qwen, service)
-        bound = [module for module in copy.copy(remote).modules() if hasattr(module, epserve.transformers.BINDING)]
-        assert {getattr(module, epserve.transformers.BINDING).layer for module in bound} == {0, 1}
+        twin = copy.deepcopy(remote)
+        assert torch.equal(greedy(twin), greedy(remote))
+
+
+def test_saving_is_refused_rather_than_done_without_the_experts(qwen, tmp_path):
+    with epserve.transformers.connect(InProcess(qwen)) as service:
+        remote = load(qwen, service)
+        with pytest.raises(ConfigError, match="a model with remote experts cannot be saved"):
+            remote.save_pretrained(tmp_path)
 
 
 def test_wrong_gate_word():

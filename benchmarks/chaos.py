@@ -174,6 +174,8 @@ async def run(args: argparse.Namespace, path: Path) -> dict:
     engine = Engine(parse_config(config))
     await engine.start()
     load = Load(engine, path, args.clients)
+    while engine.status().spares < args.spares:
+        await asyncio.sleep(0.1)
     chaos = Chaos(engine, load, args.seed, args.heartbeat)
     kinds = chaos.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=args.faults)
     faults: list[dict] = []

@@ -177,6 +177,10 @@ def choose_backends(
         if missing:
             passed.append(f"{outer}: {missing}")
             continue
+        most = manager.prepare_finalize.capability.max_ranks
+        if most is not None and spec.layout.num_ranks > most:  # before any experts class is imported
+            passed.append(f"{outer}: {spec.layout.num_ranks} ranks, at most {most}")
+            continue
         for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
             backend = experts.REGISTRY.get(inner)
             missing = backend.unavailable() if here else None

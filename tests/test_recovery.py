@@ -2,12 +2,17 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import pytest_asyncio
+import ray
 import torch
 
 from epserve.config import parse_config
@@ -19,6 +24,7 @@ from tests.checkpoints import LAYER, write
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 STEP_TIMEOUT_S = 8.0
+HEARTBEAT_S = 4.0
 NOTICE_S = 5.0  # from the kill to a state other than serving
 BACK_S = 120.0  # from the kill to serving again; seconds on a free machine, most of it the start of a Python with torch
 
@@ -38,9 +44,9 @@ async def engine(path):
     config = parse_config(
         {
             "model": {"path": str(path)},
-            "engine": {"ranks": 4, "device": "cpu"},
+            "engine": {"ranks": 4, "device": "cpu", "experts": "grouped_mm", "spares": 1, "spare_weights": "host"},
             "cluster": {"start_timeout_s": 240},
-            "scheduler": {"step_timeout_s": STEP_TIMEOUT_S},
+            "scheduler": {"step_timeout_s": STEP_TIMEOUT_S, "heartbeat_s": HEARTBEAT_S},
         }
     )
     engine = Engine(config)
@@ -96,12 +102,17 @@ async def back(engine):
     return await until(lambda: engine.state() == "serving", BACK_S, "serving again")
 
 
+async def spare(engine):
+    await until(lambda: engine.status().spares == 1, BACK_S, "a spare")
+
+
 def pids(engine):
     return [rank.pid for rank in engine.status().ranks]
 
 
 async def test_kill_an_idle_rank(engine, reference, record_property):
     await ask(engine, reference)
+    await spare(engine)
     before, generation = pids(engine), engine.status().generation
     states = []
     engine.on_state_change(states.append)
@@ -119,12 +130,14 @@ async def test_kill_an_idle_rank(engine, reference, record_property):
         True,
     ]  # survivors kept their weights
     assert engine.status().generation == generation + 1
+    assert engine._pool.recoveries[-1].by == "spare"
     record_property("noticed_s", round(noticed, 3))
     record_property("recovered_s", round(recovered, 2))
 
 
-@pytest.mark.parametrize("ranks", [[0], [3], [1, 2]], ids=["first", "last", "two at once"])
+@pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=["first", "two at once"])
 async def test_kill_during_steps(engine, reference, ranks, record_property):
+    await spare(engine)
     load = Load(engine, reference)
     await until(lambda: load.answers > 50, 60, "load")
     before = pids(engine)
@@ -139,6 +152,8 @@ async def test_kill_during_steps(engine, reference, ranks, record_property):
     assert load.retryable == 0
     assert load.slowest < BACK_S
     assert {rank for rank in range(4) if pids(engine)[rank] != before[rank]} == set(ranks)
+    # With two lost at once the only spare does not suffice.
+    assert engine._pool.recoveries[-1].by == ("spare" if len(ranks) == 1 else "process")
     record_property("recovered_s", round(recovered, 2))
     record_property("slowest_answer_s", round(load.slowest, 2))
 
@@ -150,7 +165,7 @@ async def test_a_hung_rank_is_killed_and_replaced(engine, reference, record_prop
     hung = pids(engine)[1]
     os.kill(hung, signal.SIGSTOP)
     try:
-        noticed = await until(lambda: engine.state() != "serving", 3 * STEP_TIMEOUT_S, "noticing the hang")
+        noticed = await until(lambda: engine.state() != "serving", 2 * HEARTBEAT_S, "noticing the hang")
         recovered = await back(engine)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -167,7 +182,11 @@ async def test_an_idle_hung_rank_is_found_by_the_heartbeat(engine, reference):
     hung = pids(engine)[3]
     os.kill(hung, signal.SIGSTOP)
     try:
-        await until(lambda: engine.state() != "serving", 3 * STEP_TIMEOUT_S, "noticing the hang")
+        await until(lambda: engine.state() != "serving", 2 * HEARTBEAT_S, "noticing the hang")
+        assert re.search(
+            rf"no sign of life for 4 s: rank 3 \(node [0-9.]+, process {hung}, cpu, last seen in '",
+            engine._pool.supervisor.cause,
+        )
         await back(engine)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -233,3 +252,78 @@ async def test_the_deadline_of_a_stuck_step_is_kept(engine):
         with contextlib.suppress(ProcessLookupError):
             os.kill(hung, signal.SIGCONT)
     await back(engine)
+
+
+async def test_experts_that_are_missing_are_waited_for_or_refused(engine, reference, monkeypatch):
+    """Two are lost at once and there is one spare: until a process has started, some experts are nowhere."""
+    await spare(engine)
+    monkeypatch.setattr(engine._scheduler, "_wait", False)
+    for rank in (0, 3):
+        os.kill(pids(engine)[rank], signal.SIGKILL)
+    await until(lambda: engine._pool.experts_missing, NOTICE_S, "the second loss")
+    with pytest.raises(RankFailed, match="when_experts_missing is refuse"):
+        await ask(engine, reference)
+    await back(engine)
+    await ask(engine, reference)
+
+
+async def test_a_spare_that_dies_is_replaced(engine, reference):
+    await spare(engine)
+    (idle,) = engine._pool.spares._ready
+    ray.kill(idle.actor)
+    await until(lambda: idle not in engine._pool.spares._ready, BACK_S, "noticing")
+    await spare(engine)
+    await ask(engine, reference)
+
+
+SCRIPT = """
+import asyncio, json, os, signal, subprocess, sys, time
+from epserve.config import parse_config
+from epserve.runtime.engine import Engine
+
+def children(*names):
+    out = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in out.splitlines() if any(f"/{name}/{name}" in line for name in names)]
+
+async def main(config, what):
+    engine = Engine(parse_config(config))
+    await engine.start()
+    ranks = [rank.pid for rank in engine.status().ranks]
+    if what == "raise":
+        raise ValueError("of all things")
+    for pid in children("raylet") + [int(line) for line in subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "gcs_server"], capture_output=True, text=True).stdout.split()]:
+        os.kill(pid, signal.SIGTERM)
+    await asyncio.sleep(1)
+    start = time.monotonic()
+    await engine.close(drain_s=1)
+    print(json.dumps([engine.state(), time.monotonic() - start, [os.path.exists(f"/proc/{pid}") for pid in ranks]]))
+
+asyncio.run(main(json.loads(sys.argv[1]), sys.argv[2]))
+"""
+
+
+def run_script(path, what):
+    config = {"model": {"path": str(path)}, "engine": {"ranks": 2, "device": "cpu", "experts": "grouped_mm"}}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(config), what]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+async def test_closing_when_ray_is_gone(path):
+    """What a signal to the whole process group does: Ray's processes end first. Ray would end ours a minute later."""
+    done = await asyncio.to_thread(run_script, path, "close")
+    assert done.returncode == 0, done.stderr
+    state, seconds, left = json.loads(done.stdout.splitlines()[-1])
+    assert state == "stopped"
+    assert seconds < 45
+    assert left == [False, False]
+
+
+async def test_an_uncaught_exception_is_seen(path):
+    """Ray's own hook would call its control service, not come back, and end the process after a minute, unexplained."""
+    start = time.monotonic()
+    done = await asyncio.to_thread(run_script, path, "raise")
+    assert "ValueError: of all things" in done.stderr
+    assert "Failed to connect to GCS" not in done.stderr
+    assert done.returncode == 1
+    assert time.monotonic() - start < 250

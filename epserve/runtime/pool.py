@@ -57,7 +57,7 @@ class Pool:
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))
         self.gang, self.agents = Gang(config, device), Agents()
         self.spares = Spares(
-            self.new_member, enough=config.engine.spares, start_timeout_s=config.cluster.start_timeout_s
+            self.new_member, self.discard, enough=config.engine.spares, start_timeout_s=config.cluster.start_timeout_s
         )
         self.supervisor, self.changes = Supervisor(self), Changes(self)
         self._store: Any = None
@@ -97,12 +97,11 @@ class Pool:
         backends = {report.backends for report in reports if report is not None}
         if len(backends) > 1:
             raise ConfigError(f"the ranks chose different backends {sorted(backends)}: name them in the configuration")
-        self.spares.refill(delay=0)
-        await self.spares.filled()
         self.started = True
         self.supervisor.start()
         self.changes.start()
         self.set_serving()
+        self.spares.refill(delay=0)
 
     async def close(self, *, reachable: bool = True) -> None:
         """Ends every actor that start() made; afterwards nothing of this pool talks to Ray.

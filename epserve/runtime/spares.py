@@ -15,9 +15,12 @@ REFILL_DELAY_S = 1.0  # the requests that waited for a recovery come first: a st
 
 
 class Spares:
-    """`make` starts a process without a rank; `enough`: how many are to be ready."""
+    """`make` starts a process without a rank, `drop` ends one; `enough`: how many are to be ready."""
 
-    def __init__(self, make: Callable[[], Member], *, enough: int, start_timeout_s: float):
+    def __init__(
+        self, make: Callable[[], Member], drop: Callable[[Member], None], *, enough: int, start_timeout_s: float
+    ):
+        self._drop = drop
         self._make, self._enough, self._timeout = make, enough, start_timeout_s
         self._ready: list[Member] = []
         self._filling: asyncio.Task | None = None
@@ -36,23 +39,19 @@ class Spares:
         if self._filling is None or self._filling.done():
             self._filling = asyncio.ensure_future(self._fill(delay))
 
-    async def filled(self) -> None:
-        if self._filling is not None:
-            await self._filling
-
     async def check(self, timeout: float) -> None:
         """Replace those that do not answer any more."""
         for spare in list(self._ready):
             if not await spare.ping(timeout) and spare in self._ready:
                 log.warning("a spare does not answer: replacing it")
                 self._ready.remove(spare)
-                spare.discard()
+                self._drop(spare)
                 self.refill()
 
     def close(self) -> list[asyncio.Task]:
         """Ends all of them; the tasks that are to be awaited."""
         for spare in self.take(self.ready):
-            spare.discard()
+            self._drop(spare)
         if self._filling is None:
             return []
         self._filling.cancel()
@@ -65,7 +64,7 @@ class Spares:
             try:
                 outcome = await spare.call("warm", timeout=self._timeout)
             except asyncio.CancelledError:
-                spare.discard()
+                self._drop(spare)
                 raise
             if outcome.failure is None:
                 spare.facts = outcome.value
@@ -73,5 +72,5 @@ class Spares:
                 log.info("a spare is ready (%d of %d)", len(self._ready), self._enough)
                 continue
             log.warning("a spare could not start: %s", outcome.failure.describe())
-            spare.discard()
+            self._drop(spare)
             await asyncio.sleep(RETRY_S)

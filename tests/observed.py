@@ -57,6 +57,8 @@ class WatchedEngine(FakeEngine):
     def __init__(self, **info):
         super().__init__(self._compute, **info)
         self.loads = {layer: [0] * 8 for layer in self.layers}
+        self.slots: dict = {}
+        """Layer -> expert of each slot, where experts have moved."""
 
     async def _compute(self, batch):
         for expert in range(8):
@@ -68,7 +70,7 @@ class WatchedEngine(FakeEngine):
     def status(self):
         ranks = [rank_status(0, range(4)), rank_status(1, range(4, 8), alive=self._state == "serving")]
         loads = {layer: tuple(loads) for layer, loads in self.loads.items()}
-        return engine_status(ranks, loads, state=self._state, steps=len(self.seen))
+        return engine_status(ranks, loads, state=self._state, steps=len(self.seen), slots=self.slots)
 
 
 @asynccontextmanager

@@ -219,8 +219,11 @@ class TestInChromium:
 
             assert await self.look(browser, server, look) == []  # no error, nothing that the policy refused
 
-    async def test_the_heat_map_is_read_by_keyboard(self, browser):
-        async with watched() as server:
+    async def test_the_heat_map_is_read_by_keyboard_and_knows_where_experts_moved(self, browser):
+        engine = WatchedEngine()
+        engine.slots = {2: (7, 6, 5, 4, 3, 2, 1, 0)}
+        async with watched(engine) as server:
+            await ask(server, layer=2)
             await ask(server)
             sample(server)
 
@@ -230,7 +233,7 @@ class TestInChromium:
                 heat.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
                 assert text(driver, "heat-cell") == "layer 1, expert 2 on rank 0: 57 % of the mean"
                 heat.send_keys(Keys.ARROW_DOWN, Keys.ARROW_LEFT)
-                assert text(driver, "heat-cell") == "layer 2, expert 1 on rank 0: 0 % of the mean"
+                assert text(driver, "heat-cell") == "layer 2, expert 6 on rank 0: 171 % of the mean"
                 heat.send_keys(*[Keys.ARROW_UP] * 9)  # the edge holds
                 assert text(driver, "heat-cell").startswith("layer 1")
 

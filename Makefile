@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test check format generate clean
+.PHONY: env demo test test-slow check format generate clean
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml requirements/lock.txt
@@ -15,8 +15,12 @@ $(VENV)/.done: pyproject.toml requirements/lock.txt
 demo: env
 	$(BIN)/epserve demo
 
+# Slow tests (whole clusters, images, every model family, kernels in Triton's interpreter) have a target of their own.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests
+
+test-slow: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
 
 check: env
 	$(BIN)/ruff check .

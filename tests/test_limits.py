@@ -19,7 +19,7 @@ from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, InvalidRequest, NotReady, Overloaded, PermissionDenied, Unauthenticated
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
-from epserve.serving import clients, codec, fp8, wire
+from epserve.serving import clients, codec, fp8, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.clients import Account, Accounts, ClientPolicy
@@ -470,3 +470,12 @@ async def test_a_jump_of_the_wall_clock_changes_no_deadline_rate_or_lease(tmp_pa
         regions.reclaim()
         assert [each.name for each in regions.of("t")] == ["r"]
         memory.unlink()
+
+
+async def test_a_caller_that_has_gone_before_its_status_is_no_error_of_the_service():
+    class Gone:
+        async def abort(self, code, details, metadata):
+            raise grpc.aio.InternalError("Failed to execute batch")
+
+    with pytest.raises(asyncio.CancelledError):
+        await status.abort(Gone(), status.failure_of(NotReady("too late")))

@@ -6,6 +6,7 @@ A status carries its message, and as trailing metadata `epserve-error` (the clas
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, NoReturn
 
@@ -60,7 +61,10 @@ async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoRet
         metadata.append(("epserve-field", failure.field))
     if failure.retry_after_ms:
         metadata.append(("retry-after-ms", str(failure.retry_after_ms)))
-    await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
+    try:
+        await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the caller has gone already; gRPC would log a traceback for each
     raise AssertionError("abort raises")
 
 

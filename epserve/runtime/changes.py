@@ -249,6 +249,7 @@ class Changes:
         first = next(iter(placements.values()))
         config = rank_plan.resized(full.config, first.layout.counts, first.num_logical)
         self._full = Arrangement(config=config, placements=placements)
+        self._counted.clear()
 
     def grow_back(self) -> None:
         if self._full is not None and not any(task.get_name() == "grow back" for task in self._tasks):
@@ -275,6 +276,8 @@ class Changes:
     async def _steady(self) -> None:
         """Waits for a recovery to end."""
         while not self._pool.serving.is_set():
+            if self._pool.closing:
+                raise NotReady("the service is stopping")
             await self._pool.supervisor.settled()
             await asyncio.sleep(0.01)
 

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from epserve.cluster import node
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
 
@@ -26,6 +27,7 @@ PROBE_TIMEOUT_S = 2.0
 POLL_S = 1.0
 OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
 SLOW_START = "timed out during startup"
+START_ATTEMPTS = 3
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
 
 
@@ -173,15 +175,21 @@ class Gang:
 
 
 def _start(**options: Any) -> None:
-    """Ray gives its own start 30 s, a constant in its code, which a busy machine exceeds: then once more."""
-    try:
-        ray.init(address="local", **options)
-    except Exception as error:  # Ray raises a plain Exception here
-        if SLOW_START not in str(error):
-            raise
-        log.warning("Ray took longer to start than it gives itself; starting it once more")
+    """Ray gives its own start 30 s, a constant in its code, which a busy machine exceeds: then it is tried again.
+
+    What an attempt leaves running goes first: Ray forgets it, and it would live as long as this process.
+    """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        before = node.descendants({os.getpid()})
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray raises a plain Exception here
+            if SLOW_START not in str(error) or attempt == START_ATTEMPTS:
+                raise
+        log.warning("Ray took longer to start than it gives itself; starting it again")
         ray.shutdown()
-        ray.init(address="local", **options)
+        node.end(node.descendants({os.getpid()}) - before, 1.0)
 
 
 def _probe(address: str) -> None:

@@ -132,7 +132,7 @@ class Pool:
 
     def _kill_here(self) -> None:
         here = ray.util.get_node_ip_address()
-        for member in self.members:
+        for member in [*self.members, *self.spares.take(self.spares.ready)]:
             if member.link is not None:
                 member.link.close()
             if member.facts is not None and member.facts.node_ip == here:

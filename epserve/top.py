@@ -100,7 +100,7 @@ class View:
         grid.add_row(
             f"queue {short(status.queue_tokens)} tokens",
             f"{status.calls_in_flight} in flight",
-            f"{short(status.buffered_bytes / 2**20)} MiB held",
+            f"{sized(status.buffered_bytes)} held",
             f"{status.recoveries} recoveries, {status.replayed_requests} replays",
         )
         spark = Text(sparkline(self.tokens), style="cyan")
@@ -183,6 +183,14 @@ def short(value: float) -> str:
         if value >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
     return f"{value:.4g}" if value < 1e4 else str(round(value))
+
+
+def sized(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from epserve.errors import NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.top import BLOCKS, HEAT_COLUMNS, View, duration, heat, phases, run, short, sparkline
+from epserve.top import BLOCKS, HEAT_COLUMNS, View, duration, heat, phases, run, short, sized, sparkline
 from tests.grpc_calls import connect, message
 from tests.observed import sample, watched
 
@@ -132,6 +132,12 @@ class TestParts:
     )
     def test_durations_have_two_units(self, seconds, text):
         assert duration(seconds) == text
+
+    @pytest.mark.parametrize(
+        ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (2560, "2.5 KiB"), (3 << 40, "3072 GiB")]
+    )
+    def test_bytes_have_a_unit(self, count, text):
+        assert sized(count) == text
 
     def test_empty_values_have_a_form(self):
         assert (sparkline([]), sparkline([0.0, 0.0]), phases({})) == ("", BLOCKS[1] * 2, "–")

@@ -24,6 +24,7 @@ PACKAGES = ("ray", "torch", "epserve")
 STATE, CONFIG, READY, LOG = "state.json", "service.yaml", "ready.json", "service.log"
 SUPERVISOR = "epserve.cluster.supervise"
 MAX_LOG_BYTES = 64 << 20
+SUPERVISOR_START_S = 20.0  # an interpreter's start, on a busy machine
 
 
 # Looking around
@@ -143,7 +144,7 @@ def own_ray(gcs: str) -> set[int]:
         client = "ray" in line and any(f"{mark} " in f"{line} " for mark in marks)
         if (server or client) and SUPERVISOR not in line:
             found.add(pid)
-    return (found | _descendants(found)) - _ancestors(os.getpid())
+    return (found | descendants(found)) - _ancestors(os.getpid())
 
 
 def _parents() -> dict[int, int]:
@@ -157,7 +158,7 @@ def _parents() -> dict[int, int]:
     return parents
 
 
-def _descendants(roots: set[int]) -> set[int]:
+def descendants(roots: set[int]) -> set[int]:
     parents, found = _parents(), set(roots)
     grown = True
     while grown:
@@ -178,7 +179,7 @@ def _alive(pids: set[int]) -> set[int]:
     return pids & _parents().keys()
 
 
-def _end(pids: set[int], grace: float) -> int:
+def end(pids: set[int], grace: float) -> int:
     """SIGTERM, then SIGKILL after `grace` seconds; returns how many there were."""
     for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 3.0)):
         for pid in _alive(pids):
@@ -193,7 +194,7 @@ def _end(pids: set[int], grace: float) -> int:
 def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
     """End this cluster's Ray here; gone means gone: `left` lists what would not die."""
     pids = own_ray(gcs)
-    stopped = _end(pids, grace)
+    stopped = end(pids, grace)
     if name:
         forget(name)
     return {"stopped": stopped, "left": sorted(_alive(pids | own_ray(gcs)))}
@@ -254,6 +255,9 @@ def start_service(folder: str, config: str) -> dict:
     command = [sys.executable, "-m", SUPERVISOR, str(base)]
     with path.open("ab") as out:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    deadline = time.monotonic() + SUPERVISOR_START_S  # until it has written its first state it may not be found
+    while started.poll() is None and not (base / STATE).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return {"started": True, "pid": started.pid}
 
 
@@ -283,12 +287,12 @@ def stop_service(folder: str, grace: float) -> dict:
     pid = _supervisor(base)
     if pid is None:
         return {"stopped": 0}
-    tree = {pid} | _descendants({pid})
+    tree = {pid} | descendants({pid})
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + grace
     while _alive({pid}) and time.monotonic() < deadline:
         time.sleep(0.05)
-    _end(tree, 0.0)
+    end(tree, 0.0)
     return {"stopped": len(tree)}
 
 

@@ -266,6 +266,23 @@ async def test_counted_load_moves_experts(engine, paths):
 
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio(loop_scope="module")
+async def test_the_timer_moves_what_is_out_of_balance(engine, paths):
+    ids, weights = torch.tensor([[6, 7]] * 30, dtype=torch.int32), torch.full((30, 2), 0.5)
+    before, hidden = engine.status().rebalances, torch.randn(30, 64)
+    timer = asyncio.ensure_future(engine._pool.changes._timer(0.2))
+    end = time.monotonic() + 120
+    while engine.status().rebalances == before:
+        assert time.monotonic() < end
+        await engine.forward(Batch(layer=LAYER, hidden=hidden, ids=ids, weights=weights, deadline=end))
+        await asyncio.sleep(0.05)
+    timer.cancel()
+    await asyncio.gather(timer, return_exceptions=True)
+    placement = engine._pool.arrangement.placements[LAYER]
+    assert len(placement.replicas[6]) + len(placement.replicas[7]) > 4
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
 async def test_another_number_of_ranks_without_losing_a_request(engine, paths):
     load = Load(engine, paths["float32"])
     states = []

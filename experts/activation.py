@@ -23,6 +23,14 @@ def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
     return _nonlinear(gate, activation) * up
 
 
+def normalise_output(y_SK: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """What is left to do with an expert's output: nothing, or its norm, in float32."""
+    if activation.output_norm_eps is None:
+        return y_SK
+    wide = y_SK.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + activation.output_norm_eps)).to(y_SK.dtype)
+
+
 def _nonlinear(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     match activation.kind:
         case "silu":

@@ -21,6 +21,7 @@ class BatchedLoopExperts(FusedMoEExpertsModular):
         activation_formats=frozenset({FusedMoEActivationFormat.BatchedExperts}),
         devices=frozenset({"cpu", "cuda"}),
         activations=frozenset(Activation.KINDS + Activation.RARE),
+        output_norm=True,
     )
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):

@@ -19,7 +19,7 @@ from epserve.modular_kernel import (
     WorkspaceShapes,
 )
 
-from .activation import activate
+from .activation import activate, normalise_output
 
 
 class GroupedMMExperts(FusedMoEExpertsModular):
@@ -33,6 +33,7 @@ class GroupedMMExperts(FusedMoEExpertsModular):
         activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
         devices=frozenset({"cpu", "cuda"}),
         activations=frozenset(Activation.KINDS + Activation.RARE),
+        output_norm=True,
         hidden_multiple_of=8,
         intermediate_multiple_of=8,
     )
@@ -65,7 +66,7 @@ def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> 
     if weights.b13 is not None:
         h = h + weights.b13[expert_S]
     y_SK = F.grouped_mm(activate(h, weights.activation), weights.w2_eKN.transpose(1, 2), offs=ends_e)
-    return y_SK if weights.b2 is None else y_SK + weights.b2[expert_S]
+    return normalise_output(y_SK if weights.b2 is None else y_SK + weights.b2[expert_S], weights.activation)
 
 
 def _sum_slots(y_SK: torch.Tensor, row_Mt: torch.Tensor, routing: Routing) -> torch.Tensor:

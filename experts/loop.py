@@ -15,7 +15,7 @@ from epserve.modular_kernel import (
     WorkspaceShapes,
 )
 
-from .activation import activate
+from .activation import activate, normalise_output
 
 
 def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch
     b13 = None if weights.b13 is None else weights.b13[expert]
     b2 = None if weights.b2 is None else weights.b2[expert]
     h = activate(F.linear(x_mK, weights.w13_eNK[expert], b13), weights.activation)
-    return F.linear(h, weights.w2_eKN[expert], b2)
+    return normalise_output(F.linear(h, weights.w2_eKN[expert], b2), weights.activation)
 
 
 class LoopExperts(FusedMoEExpertsModular):
@@ -33,6 +33,7 @@ class LoopExperts(FusedMoEExpertsModular):
         activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
         devices=frozenset({"cpu", "cuda"}),
         activations=frozenset(Activation.KINDS + Activation.RARE),
+        output_norm=True,
     )
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):

@@ -119,6 +119,8 @@ def write_checkpoint(family: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         elif ".experts." in name and name.endswith("_bias"):
             torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("post_expert_norm.weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -232,15 +232,13 @@ def test_a_model_without_experts_is_refused(folder, qwen):
         load(folder / "dense", service)
 
 
-def test_experts_that_no_kernel_computes_are_refused(folder, qwen):
-    path = write_checkpoint("muse_spark", folder / "muse")
-    from transformers import AutoModelForImageTextToText
-
+def test_experts_that_no_kernel_computes_are_refused(qwen):
+    config = AutoConfig.from_pretrained(qwen, hidden_act="relu6")
     with (
         epserve.transformers.connect(InProcess(qwen)) as service,
-        pytest.raises(CheckpointError, match="normalises each expert's output"),
+        pytest.raises(CheckpointError, match="the non-linearity of Qwen3MoeExperts is none of silu, gelu"),
     ):
-        load(path, service, model_class=AutoModelForImageTextToText)
+        load(qwen, service, config=config)
 
 
 def test_missing_experts_are_named(qwen, tmp_path):

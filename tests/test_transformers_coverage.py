@@ -8,10 +8,7 @@ from .coverage_table import PAGE, TOLERANCE, evaluate_all, page
 
 LEAST = 60  # families at layer parity, and generating the same tokens
 # Families that are known not to get there, and the words of the reason. A new one is a regression or needs a line here.
-KNOWN = {
-    "muse_spark": "normalises each expert's output",
-    "openai_privacy_filter": "classifies tokens",
-}
+KNOWN = {"openai_privacy_filter": "classifies tokens"}
 
 
 @pytest.fixture(scope="module")

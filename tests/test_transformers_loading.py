@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import experts
+from all2all.local import LocalPrepareAndFinalize
 from epserve.errors import CheckpointError
 from epserve.models import open_checkpoint
-from epserve.models.expert_modules import find_layers, number_layers, recognise
+from epserve.models.expert_modules import find_layers, number_layers, recognise, recognise_norm
 from epserve.models.generic import open_generic
 from epserve.models.tensors import TensorReader, read_json
-from epserve.modular_kernel import Activation
+from epserve.modular_kernel import Activation, ExpertLayout, ExpertShape, ExpertWeights, LayerSpec, why_not
+from experts.loop import expert_mlp
 
 from .coverage_families import architecture
 from .coverage_table import quantise_experts, write_checkpoint
@@ -27,6 +31,7 @@ FORMS = {
     "inkling2": "interleaved on disk, concatenated in the module",
     "ernie4_5_vl_moe": "two expert groups in one list of tensors",
     "jamba": "MoE in some layers only",
+    "muse_spark": "a norm after each expert",
 }
 
 
@@ -56,11 +61,11 @@ def test_a_part_of_the_experts_in_any_order_is_that_part_of_the_whole(checkpoint
     found = opened(checkpoint(family))
     layer = found.info.layers[-1]
     whole = found.load_layer(layer, range(found.info.num_experts)).experts.tensors()
-    for experts in ([5, 2], [7], [], [0, 1, 2, 3]):
-        part = found.load_layer(layer, experts).experts.tensors()
+    for chosen in ([5, 2], [7], [], [0, 1, 2, 3]):
+        part = found.load_layer(layer, chosen).experts.tensors()
         assert part.keys() == whole.keys()
         for name, value in part.items():
-            assert torch.equal(value, whole[name][experts]), (name, experts)
+            assert torch.equal(value, whole[name][chosen]), (name, chosen)
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "qwen3_next", "aria", "inkling2", "nemotron_h"])
@@ -307,6 +312,35 @@ def swapped(h):
 )
 def test_non_linearities_are_recognised_by_what_they_compute(module, wanted):
     assert recognise(module) == wanted
+
+
+def test_norms_of_outputs_are_recognised_by_what_they_compute():
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm as ScaleLast
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextInputScaledRMSNorm as OffsetNorm
+
+    with torch.device("meta"):
+        assert recognise_norm(OffsetNorm(8, eps=1e-5)) == (1e-5, 1.0)
+        assert recognise_norm(ScaleLast(8, eps=1e-5)) is None  # its scale cannot go into the weights before it
+
+
+def test_a_norm_after_each_expert():
+    """The oracle against the formula, and a backend without it against the capability check."""
+    generator = torch.Generator().manual_seed(0)
+    activation = Activation(output_norm_eps=1e-4)
+    weights = ExpertWeights(
+        w13_eNK=torch.randn(2, 8, 16, generator=generator), w2_eKN=torch.randn(2, 16, 4, generator=generator),
+        activation=activation,
+    )  # fmt: skip
+    x = torch.randn(3, 16, generator=generator)
+    plain = expert_mlp(x, replace(weights, activation=Activation()), 1)
+    wanted = plain / (plain.square().mean(-1, keepdim=True) + 1e-4).sqrt()
+    torch.testing.assert_close(expert_mlp(x, weights, 1), wanted)
+    shape = ExpertShape(hidden=16, intermediate=4, num_experts=2, top_k=1, dtype=torch.float32)
+    spec = LayerSpec(shape=shape, layout=ExpertLayout.even(2, 1), activation=activation)
+    local = LocalPrepareAndFinalize.capability
+    fits = {name: why_not(local, experts.REGISTRY.get(name).capability, spec) for name in ("loop", "triton")}
+    assert fits["loop"] == ()
+    assert "the experts do not normalise their outputs" in fits["triton"]
 
 
 def test_layer_numbers():

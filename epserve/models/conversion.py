@@ -40,7 +40,7 @@ class Recipe:
 
 
 def find_recipes(model: Any, tensors: Mapping[str, TensorInfo], wanted: Mapping[str, int]) -> dict[str, Recipe]:
-    """wanted: name of a parameter in `model` (on the meta device) -> its number of experts.
+    """wanted: name of a parameter in `model` (on the meta device) -> its number of experts, 0 where all share it.
 
     Raises CheckpointError for parameters that nothing in the checkpoint leads to, and for missing or surplus experts.
     """
@@ -82,13 +82,14 @@ def read(
     recipe: Recipe,
     key: str,
     *,
-    experts: Sequence[int],
+    experts: Sequence[int] | None,
     tensors: Mapping[str, TensorInfo],
     reader: FloatReader,
     model: Any,
 ) -> torch.Tensor:
-    """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise."""
+    """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise. None: all of it."""
     shape = model.get_parameter(key).shape
+    experts = range(shape[0]) if experts is None else experts
     if not experts:
         return torch.empty((0, *shape[1:]))
     collected: dict[str, list[torch.Tensor]] = {}

@@ -8,10 +8,11 @@ Legend: E experts, K hidden size, N intermediate size.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class ExpertsShape:
     interleaved: bool
     transposed: bool
     bias: bool
+    norm_offset: float | None = None
+    """Outputs are multiplied by (norm_offset + post_expert_norm.weight), then normalised. None: they are not."""
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes as the module declares them."""
@@ -133,6 +136,23 @@ def recognise(module: nn.Module, known: Iterable[tuple[Activation, bool]] = ()) 
     return None
 
 
+def recognise_norm(norm: nn.Module) -> tuple[float, float] | None:
+    """The eps and the offset of a norm that multiplies by (offset + weight) and divides by the root mean square, or None."""
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0))
+    with torch.no_grad(), torch.device("cpu"):
+        filled = copy.deepcopy(norm).to_empty(device="cpu").float()
+        weight, generator = filled.get_parameter("weight"), torch.Generator().manual_seed(0)
+        weight.copy_(torch.rand(weight.shape, generator=generator))
+        probe = torch.randn((PROBE_ROWS, *weight.shape), generator=generator)
+        wanted = filled(probe)
+        for offset in (0.0, 1.0):
+            scaled = probe * (offset + weight)
+            made = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
+            if torch.allclose(made, wanted, rtol=TOLERANCE, atol=TOLERANCE):
+                return float(eps), offset
+    return None
+
+
 def _candidates(module: nn.Module) -> Iterator[tuple[Activation, bool]]:
     """Every kind, with every number that the module holds as clamp or as slope."""
     gated = bool(module.has_gate)
@@ -151,8 +171,11 @@ def _candidates(module: nn.Module) -> Iterator[tuple[Activation, bool]]:
 
 
 def _shape(name: str, module: nn.Module, known: list[tuple[Activation, bool]]) -> ExpertsShape:
-    if module.has_post_expert_norm:
-        raise CheckpointError(f"{name}: {type(module).__name__} normalises each expert's output, which no kernel does")
+    norm = recognise_norm(module.get_submodule("post_expert_norm")) if module.has_post_expert_norm else (None, None)
+    if norm is None:
+        raise CheckpointError(
+            f"{name}: {type(module).__name__} normalises each expert's output in a way that no kernel does"
+        )
     found = recognise(module, known)
     if found is None:
         kinds = ", ".join(Activation.KINDS + Activation.RARE)
@@ -165,7 +188,8 @@ def _shape(name: str, module: nn.Module, known: list[tuple[Activation, bool]]) -
         num_experts=down[0],
         hidden=hidden,
         intermediate=intermediate,
-        activation=found[0],
+        activation=replace(found[0], output_norm_eps=norm[0]),
+        norm_offset=norm[1],
         interleaved=found[1],
         transposed=bool(module.is_transposed),
         bias=bool(module.has_bias),

@@ -26,6 +26,8 @@ from .expert_modules import ExpertsLayer, find_layers, top_k
 from .info import MODEL_DTYPES, ModelInfo
 from .tensors import TensorInfo, TensorReader, check_values, read_index
 
+NORM = "post_expert_norm.weight"
+
 
 class GenericCheckpoint:
     """Made by `open_generic`. As `Checkpoint`, for models whose clients choose the experts."""
@@ -58,12 +60,19 @@ class GenericCheckpoint:
         with TensorReader() as files:
             reader = FloatReader(files, self._tensors)
             parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
-        w13, w2, b13 = parts[first], parts["down_proj"], parts.get(f"{first}_bias")
+            norm = None if shape.norm_offset is None else self._read(reader, f"{found.name}.{NORM}", None)
+        w13, w2 = parts[first], parts["down_proj"]
+        b13, b2 = parts.get(f"{first}_bias"), parts.get("down_proj_bias")
         if shape.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
         if shape.interleaved:
             w13 = _gate_then_up(w13)
             b13 = None if b13 is None else _gate_then_up(b13)
+        if (
+            norm is not None and shape.norm_offset is not None
+        ):  # the scale of the outputs goes into the weights, what stays is the norm itself
+            scale_K = norm + shape.norm_offset
+            w2, b2 = w2 * scale_K[:, None], None if b2 is None else b2 * scale_K
 
         def place(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value.contiguous().to(device)
@@ -73,17 +82,17 @@ class GenericCheckpoint:
             w2_eKN=w2.contiguous().to(device),
             activation=info.activation,
             b13=place(b13),
-            b2=place(parts.get("down_proj_bias")),
+            b2=place(b2),
         )
         gate = GateWeights(weight_EK=torch.empty((0, info.hidden), dtype=info.dtype, device=device))
         return LayerWeights(experts=weights, gate=gate, shared=None)
 
     def weight_names(self) -> tuple[str, ...]:
         """The checkpoint's tensors of the experts' matrices, without biases."""
-        recipes = [recipe for key, recipe in self._recipes.items() if not key.endswith("_bias")]
+        recipes = [recipe for key, recipe in self._recipes.items() if not key.endswith(("_bias", NORM))]
         return tuple(dict.fromkeys(name for recipe in recipes for names in recipe.sources.values() for name in names))
 
-    def _read(self, reader: FloatReader, key: str, experts: Sequence[int]) -> torch.Tensor:
+    def _read(self, reader: FloatReader, key: str, experts: Sequence[int] | None) -> torch.Tensor:
         value = conversion.read(
             self._recipes[key], key, experts=experts, tensors=self._tensors, reader=reader, model=self._model
         )
@@ -118,6 +127,8 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
         raise CheckpointError(f"{path}: layers {unknown} are not MoE layers; the model has {list(numbers)}")
     served = {each.layer: each for each in found if not layers or each.layer in layers}
     wanted = {f"{each.name}.{name}": shape.num_experts for each in served.values() for name in shape.parameters()}
+    if shape.norm_offset is not None:
+        wanted |= {f"{each.name}.{NORM}": 0 for each in served.values()}
     recipes = conversion.find_recipes(model, tensors, wanted)
     info = ModelInfo(
         family=str(config.get("model_type")),
@@ -168,7 +179,8 @@ def _dtype(
     """`wanted`, or for "auto" the experts' own."""
     if wanted != "auto":
         return MODEL_DTYPES[wanted]
-    names = {name for recipe in recipes.values() for names in recipe.sources.values() for name in names}
+    matrices = [recipe for key, recipe in recipes.items() if not key.endswith(NORM)]
+    names = {name for recipe in matrices for names in recipe.sources.values() for name in names}
     kinds = {tensors[name].dtype for name in names}
     known = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     if len(kinds) != 1 or not kinds <= known.keys():

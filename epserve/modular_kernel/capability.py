@@ -49,6 +49,7 @@ class ExpertsCapability:
     activations: frozenset[str] = frozenset(Activation.KINDS)
     ungated: bool = True
     bias: bool = True
+    output_norm: bool = False
     hidden_multiple_of: int = 1
     intermediate_multiple_of: int = 1
     block_aligned: bool = False
@@ -102,6 +103,7 @@ def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spe
          f"activation {spec.activation.kind}: the experts have {_list(experts.activations)}"),
         (spec.activation.gated or experts.ungated, "the experts have no ungated form"),
         (not spec.bias or experts.bias, "the experts have no biases"),
+        (spec.activation.output_norm_eps is None or experts.output_norm, "the experts do not normalise their outputs"),
         (pf.max_ranks is None or ranks <= pf.max_ranks, f"{ranks} ranks, at most {pf.max_ranks}"),
         (not pf.rank_counts or ranks in pf.rank_counts, f"{ranks} ranks, not one of {_list(pf.rank_counts)}"),
         (pf.max_top_k is None or shape.top_k <= pf.max_top_k, f"top-k {shape.top_k}, at most {pf.max_top_k}"),

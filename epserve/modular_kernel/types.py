@@ -83,12 +83,14 @@ class Activation:
     "swiglu_softcap" (cap(gate, alpha) * sigmoid(gate) * cap(up, limit) with cap(x, c) = c * tanh(x / c)).
     gated: x W1 yields gate and up, and the result is act(gate) * up. Otherwise act(x W1).
     limit: clamp of gate (above) and up (both sides) before the non-linearity, as gpt-oss and DeepSeek-V4 have it.
+    output_norm_eps: where set, an expert's output y becomes y / sqrt(mean(y * y) + eps) before it is weighted (Muse Spark).
     """
 
     kind: str = "silu"
     gated: bool = True
     limit: float | None = None
     alpha: float = 1.702
+    output_norm_eps: float | None = None
 
     KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")
     RARE = ("swiglu_softcap",)

@@ -33,7 +33,7 @@ from .nvlink_heap import Heap, Layout, Slot
 from .symmetric import CUDA_PROVIDERS, Provider, gather
 
 MAX_RANKS = 64  # addresses in a row of the kernels' table
-WARM_UP_LIMIT_S = 600.0  # the first round: the ranks compile at their own pace
+WARM_UP_LIMIT_S = 120.0  # the first round, at least: the ranks compile at their own pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self._many = self.tilings.dispatch_many_fp8 if self.heap.fp8 else self.tilings.dispatch_many
         self._broken = False
         self._side: torch.cuda.Stream | None = None
-        self._limit_ns = int(WARM_UP_LIMIT_S * 1e9)
+        self._limit_ns = int(max(WARM_UP_LIMIT_S, ranks.timeout_s) * 1e9)
         self._meet()
         self._limit_ns = int(ranks.timeout_s * 1e9)
 
@@ -249,7 +249,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             launch()
             return lambda: None
         if self._side is None:
-            self._side = torch.cuda.Stream(self.ranks.device)
+            self._side = torch.cuda.Stream(self.ranks.device, priority=-1)  # before the programs of a large GEMM
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self.ranks.device))
         with torch.cuda.stream(side):

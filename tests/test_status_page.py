@@ -19,7 +19,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from epserve.errors import ConfigError
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.status_page import PAGE, content_policy
-from tests.grpc_calls import connect, message
+from tests.fake_engine import FakeEngine
+from tests.grpc_calls import connect, message, until
 from tests.observed import WatchedEngine, fetch, sample, watched
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -95,6 +96,25 @@ class TestHttp:
             reply = await fetch(server.metrics_port, "/healthz")
             assert (reply.status, reply.text) == (503, "recovering\n")
             assert (await fetch(server.metrics_port, "/livez")).status == 200
+
+    async def test_a_server_that_drains_is_not_healthy_any_more(self):
+        entered, finish = asyncio.Event(), asyncio.Event()
+
+        async def compute(batch):
+            entered.set()
+            await finish.wait()
+            return batch.hidden
+
+        async with watched(FakeEngine(compute)) as server, connect(server) as channel:
+            call = pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)))
+            await entered.wait()
+            stopping = asyncio.create_task(server.stop(grace=20))
+            await until(server._calls.draining.is_set)
+            reply = await fetch(server.metrics_port, "/healthz")
+            finish.set()
+            await call
+            await stopping
+        assert (reply.status, reply.text) == (503, "draining\n")
 
     @pytest.mark.parametrize(
         ("method", "path", "status"),

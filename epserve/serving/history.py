@@ -118,7 +118,7 @@ class History:
     def latency(self) -> Percentiles:
         """Of the last minute."""
         total: Counter[int] = Counter()
-        for buckets in self._buckets:
+        for buckets in list(self._buckets):
             total.update(buckets)
         return percentiles(total)
 
@@ -135,7 +135,7 @@ class History:
 
     def series(self) -> dict[str, list[Any]]:
         """The samples by field, oldest first, for plots."""
-        return columns(asdict(sample) for sample in self.samples)
+        return columns(asdict(sample) for sample in list(self.samples))
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

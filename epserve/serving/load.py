@@ -61,9 +61,9 @@ def heat(layout: Layout | None, tokens_LE: np.ndarray) -> dict[str, Any]:
     rows, percent, experts = [], [], []
     for start in range(0, len(loads_LP), group):
         together = loads_LP[start : start + group].sum(axis=0)
-        named, mean = layout.layers[start : start + group], together.mean()
+        named, mean = layout.layers[start : start + group], together.mean() or 1.0
         rows.append(f"layer {named[0]}" if len(named) == 1 else f"layers {named[0]} to {named[-1]}")
-        percent.append([round(100 * tokens / mean) if mean else 0 for tokens in together.tolist()])
+        percent.append(np.rint(100 * together / mean).astype(int).tolist())
         experts.append(layout.experts_LP[start].tolist() if len(named) == 1 else [])
     return {"rows": rows, "percent": percent, "experts": experts}
 

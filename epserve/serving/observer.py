@@ -69,7 +69,8 @@ class Observer:
         self.history = History()
         self.tracing = Tracing(provider)
         self.started = time.monotonic()
-        self._snapshot: dict[str, Any] = {"state": "starting"}
+        self._seen: tuple[Any, np.ndarray, Any] | None = None
+        self._described: tuple[Any, dict[str, Any]] = (None, {"state": "starting"})
         self._slots: dict[int, list[int]] = {}
         self._layout: Layout | None = None
         self._sampling: asyncio.Task[None] | None = None
@@ -100,8 +101,11 @@ class Observer:
         self.history.error()
 
     def snapshot(self) -> dict[str, Any]:
-        """What the status page shows, at most a second old; ready for JSON."""
-        return self._snapshot
+        """What the status page shows, at most a second old; ready for JSON. Made when asked for: it costs milliseconds."""
+        seen = self._seen
+        if seen is not None and seen is not self._described[0]:
+            self._described = seen, self._describe(*seen)
+        return self._described[1]
 
     def interceptor(self) -> grpc.aio.ServerInterceptor:
         return _Interceptor(self)
@@ -129,7 +133,7 @@ class Observer:
         recent = history.recent_load()
         self.metrics.take(status, layout, recent)
         self._slots = _slots(status.ranks, layout, recent)
-        self._snapshot = self._describe(status, calls, recent)
+        self._seen = status, recent, calls
 
     def latency(self) -> Percentiles:
         """Of the last minute."""
@@ -145,10 +149,10 @@ class Observer:
 
     def phases_of(self, rank: int) -> dict[str, float]:
         """Seconds of a rank's steps since the start, by phase."""
-        spent = self.metrics.rank_phases
-        return {phase: seconds for (each, phase), seconds in spent.items() if each == rank}
+        spent = list(self.metrics.rank_phases.items())  # at once: the loop may add to it meanwhile
+        return {phase: seconds for (each, phase), seconds in spent if each == rank}
 
-    def _describe(self, status: Any, calls: Any, recent: np.ndarray) -> dict[str, Any]:
+    def _describe(self, status: Any, recent: np.ndarray, calls: Any) -> dict[str, Any]:
         info, latency = self._engine.info, self.latency()
         ranks = [
             {

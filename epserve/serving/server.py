@@ -131,7 +131,7 @@ class Server:
         if config.unix_socket is not None:
             _listen_on_socket(server, config.unix_socket)
         if config.metrics_port is not None:
-            self._page = StatusPage(observer, config, accounts, self._engine.state)
+            self._page = StatusPage(observer, config, accounts, self._shown_state)
             await self._page.start()
         observer.start(calls)
         await self._publish_health()
@@ -172,6 +172,10 @@ class Server:
         """Until stopped."""
         if self._server is not None:
             await self._server.wait_for_termination()
+
+    def _shown_state(self) -> str:
+        """Of /healthz: as the gRPC health service has it, a drain included."""
+        return "draining" if self._calls is not None and self._calls.draining.is_set() else self._engine.state()
 
     def _state_changed(self, state: str) -> None:
         """From any thread; a loop that has ended needs no news."""

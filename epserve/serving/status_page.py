@@ -55,7 +55,7 @@ class StatusPage:
     """`start()` binds; `stop()` waits for replies on their way."""
 
     def __init__(self, observer: Observer, config: ServerConfig, accounts: Accounts, state: Callable[[], str]):
-        """state: the engine's, at any time and from any thread."""
+        """state: the service's, at any time and from any thread."""
         self._observer, self._config, self._accounts, self._state = observer, config, accounts, state
         self._metrics = make_wsgi_app(observer.metrics.registry)
         self._server: _HttpServer | None = None
@@ -115,7 +115,8 @@ class StatusPage:
             return None
         if not self._accounts.guarded:
             # A page elsewhere whose host name was made to point at loopback must not read this one through a browser.
-            if LOCAL_NAMES.fullmatch(self._config.host) and not LOCAL_NAMES.fullmatch(environ.get("HTTP_HOST", "")):
+            local = self._config.host == "::1" or LOCAL_NAMES.fullmatch(self._config.host)
+            if local and not LOCAL_NAMES.fullmatch(environ.get("HTTP_HOST", "")):
                 return _text(HTTPStatus.FORBIDDEN, "this page answers to local host names only")
             return None
         try:

@@ -21,13 +21,13 @@ from epserve.modular_kernel import (
 
 from . import triton_warmup
 from .triton_launch import BLOCK, DIRECT, DIRECT_SLOTS, FLOAT, GATHER, ROW, ROWS, SMALL_SORT, Buffers, Launcher, regions
-from .triton_tiles import BUCKETS, Problem, Tiles, choose, shipped
+from .triton_tiles import BUCKETS, PACKED, Problem, Tiles, choose, shipped
 
 CAPABILITY = ExpertsCapability(
     activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
     devices=frozenset({"cuda"}),
     dtypes=frozenset({torch.bfloat16, torch.float16}),
-    quant_schemes=frozenset({"none", "fp8_tensor", "fp8_channel", "fp8_block", "int8_channel"}),
+    quant_schemes=frozenset({"none", "fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", *PACKED}),
     ungated=False,
     hidden_multiple_of=16,  # a TMA row is a multiple of 16 bytes
     intermediate_multiple_of=16,

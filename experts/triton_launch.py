@@ -37,6 +37,9 @@ class Numerics:
     """Of weights and quantised activations; None: the model's own dtype."""
     channel: bool = False
     """Weight scales are one an output channel instead of one an expert."""
+    packed: int = 0
+    """4-bit weights: how they are read (`pieces.INT4`, `pieces.FP4`), with one scale for `group` of them."""
+    group: int = 1
 
     @classmethod
     def of(cls, spec: LayerSpec) -> Numerics:
@@ -52,6 +55,12 @@ class Numerics:
                 return cls(mode=BLOCK, stored=e4m3)
             case "int8_channel":
                 return cls(mode=ROW, stored=torch.int8, channel=True)
+            case "int4":
+                return cls(mode=FLOAT, packed=pieces.INT4.value, group=spec.quant.group)
+            case "mxfp4":
+                return cls(mode=FLOAT, packed=pieces.FP4.value, group=32)
+            case "nvfp4":
+                return cls(mode=FLOAT, packed=pieces.FP4.value, group=16)
         raise Incompatible(f"the Triton experts have no quantisation {spec.quant.scheme}")
 
 
@@ -95,6 +104,12 @@ class Launcher:
         self.spec, self.device, self.numerics = spec, device, Numerics.of(spec)
         self.K, self.N, self.top_k = spec.shape.hidden, spec.shape.intermediate, spec.shape.top_k
         self.dtype = spec.shape.dtype
+        group = self.numerics.group
+        if self.K % group or self.N % group:
+            text = (
+                f"{spec.quant.scheme}: hidden {self.K} and intermediate {self.N} must be multiples of the group {group}"
+            )
+            raise Incompatible(text)
         self.stored = self.numerics.stored or self.dtype
         cuda = device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
@@ -118,7 +133,7 @@ class Launcher:
     def _plain_enough(self) -> bool:
         """What the warp-specialised kernels know: see `kernels/hopper.py`."""
         act, mode = self.spec.activation, self.numerics.mode
-        sizes = self.N % 128 == 0 and self.K % 256 == 0
+        sizes = self.N % 128 == 0 and self.K % 256 == 0 and not self.numerics.packed
         return sizes and mode in (FLOAT, TENSOR, BLOCK) and act.kind == "silu" and not act.limit and not self.spec.bias
 
     @staticmethod
@@ -240,7 +255,9 @@ class Launcher:
                     num_warps=4)  # fmt: skip
 
     def descriptor(self, weights: ExpertWeights, name: str, shape: tuple[int, ...], block: tuple[int, ...]):
-        """TMA descriptor of a weight, made once for a block and kept with the weights."""
+        """TMA descriptor of a weight, made once for a block and kept with the weights; packed weights are read as they are."""
+        if self.numerics.packed:
+            return getattr(weights, name)
         key = ("triton", name, block)
         if key not in weights.derived:
             strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -252,6 +269,7 @@ class Launcher:
         padded = (32 if num_rows <= 32 else DIRECT_SLOTS) if source == DIRECT else 1
         return {
             "K": self.K, "N": self.N, "MODE": self.numerics.mode, "CHANNEL": self.numerics.channel, "SWAP": c.swap,
+            "PACKED": self.numerics.packed, "GROUP": self.numerics.group,
             "FLAT": c.flat, "BM": bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split, "SP": padded, "PDL": self.pdl,
             "BINS": self.bins(num_experts), "num_warps": c.warps, "num_stages": c.stages,
         }  # fmt: skip

@@ -17,6 +17,7 @@ from epserve.modular_kernel import LayerSpec
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Tokens. A batch takes the configuration of the bucket that is nearest on a logarithmic scale."""
 
+PACKED = ("int4", "mxfp4", "nvfp4")
 SHARED_MEMORY = 232448  # bytes that one program may use on compute capability 9.0
 
 
@@ -134,6 +135,12 @@ def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = Fals
     """A guess from tokens per expert. Thin tiles swap the operands; few tiles split the inner dimension over programs."""
     rows = problem.rows_per_expert(num_tokens)
     block, half = problem.scheme == "fp8_block", problem.scheme == "none"
+    if (
+        problem.scheme in PACKED
+    ):  # widened in registers, so small tiles; the thin ones leave the weights on WGMMA's wide side
+        swap = rows <= 24
+        gemm = GemmTiles(bn=64, bk=128, swap=swap, group=1 if swap else 4, warps=4, stages=3)
+        return Tiles(bm=16 if rows <= 8 else 32 if swap else 64, gate_up=gemm, down=gemm)
     bm = 16 if rows <= 8 or num_tokens <= 16 else 32 if rows <= 24 else 64 if rows <= 48 else 128
     bk = 64 if half else 128
     if bm <= 32:

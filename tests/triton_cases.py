@@ -35,7 +35,13 @@ from experts.triton_experts import TritonExperts
 from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-TOLERANCE = {"none": 6e-3, "int8_channel": 2.5e-2}  # relative L2 error; every e4m3 scheme: 6e-2
+TOLERANCE = {
+    "none": 6e-3,
+    "int8_channel": 2.5e-2,
+    "int4": 6e-3,
+    "mxfp4": 6e-3,
+    "nvfp4": 6e-3,
+}  # relative L2 error; every e4m3 scheme: 6e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,12 @@ CASES = [
     Case(why="int8 channel, direct", tokens=5, scheme="int8_channel"),
     Case(why="int8 channel, split", tokens=5, hidden=512, scheme="int8_channel", tiles=thin(split=2)),
     Case(why="int8 channel, sorted", tokens=70, local=2, total=2, scheme="int8_channel", tiles=thick(64)),
+    Case(why="int4 weights, direct", tokens=5, scheme="int4"),
+    Case(why="int4 weights, sorted", tokens=70, local=2, total=2, scheme="int4"),
+    Case(why="mxfp4 weights, split", tokens=5, hidden=512, scheme="mxfp4", tiles=thin(split=2, split2=2)),
+    Case(why="gpt-oss: mxfp4, biases, clamped swiglu, sizes that no tile divides", tokens=70, local=2, total=2, hidden=288,
+         intermediate=160, scheme="mxfp4", bias=True, activation=Activation(kind="swigluoai", limit=7.0)),
+    Case(why="nvfp4 weights, direct", tokens=5, scheme="nvfp4"),
 ]  # fmt: skip
 
 
@@ -192,6 +204,8 @@ def _store(w: torch.Tensor, case: Case):
     match case.scheme:
         case "none":
             return w.to(case.dtype), None
+        case "int4" | "mxfp4" | "nvfp4":
+            return _store_packed(w, case)
         case "fp8_tensor":
             s = w.abs().amax((1, 2)) / 448.0
             return (w / s[:, None, None]).to(FP8), s
@@ -206,7 +220,36 @@ def _store(w: torch.Tensor, case: Case):
     return (blocks / s[:, :, None, :, None]).reshape(w.shape).to(FP8), s
 
 
+GROUPS = {"int4": 128, "mxfp4": 32, "nvfp4": 16}
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def _store_packed(w: torch.Tensor, case: Case):
+    groups = w.unflatten(2, (-1, GROUPS[case.scheme]))
+    top = groups.abs().amax(3)
+    if case.scheme == "int4":
+        scale = stored = top / 7
+        codes = (groups / scale[..., None]).round().clamp(-8, 7) + 8
+    else:
+        exponent = torch.log2(top / 6).ceil()
+        scale, stored = (
+            (torch.exp2(exponent), (exponent + 127).to(torch.uint8)) if case.scheme == "mxfp4" else (top / 6,) * 2
+        )
+        codes = ((groups / scale[..., None])[..., None] - E2M1).abs().argmin(-1)
+    codes = codes.flatten(2).to(torch.uint8)
+    return codes[..., ::2] | (codes[..., 1::2] << 4), stored
+
+
+def _widen_packed(q: torch.Tensor, s: torch.Tensor, case: Case) -> torch.Tensor:
+    codes = torch.stack((q & 0xF, q >> 4), -1).flatten(2).long()
+    value = codes.double() - 8 if case.scheme == "int4" else E2M1.double()[codes]
+    scale = torch.exp2(s.double() - 127) if case.scheme == "mxfp4" else s.double()
+    return value * scale.repeat_interleave(GROUPS[case.scheme], 2)
+
+
 def _widen(q: torch.Tensor, s: torch.Tensor | None, case: Case) -> torch.Tensor:
+    if case.scheme in GROUPS:
+        return _widen_packed(q, s, case)
     w = q.double()
     if s is None:
         return w

@@ -26,9 +26,10 @@ class QuantConfig:
     int8_channel      int8                    int8, per token        (e, 2N), (e, K) fp32          -
     int4              uint8, two a byte       not quantised          (e, 2N, K/group) ...          -
     mxfp4             uint8, two a byte       not quantised          (e, 2N, K/32) e8m0 as uint8   -
-    nvfp4             uint8, two a byte       not quantised          (e, 2N, K/16) e4m3 + a global -
+    nvfp4             uint8, two a byte       not quantised          (e, 2N, K/16) fp32            -
 
-    `dynamic`: the scales of activations are computed from the batch (always so where no a1/a2 is listed).
+    `dynamic`: the scales of activations are computed from the batch (always so where no a1/a2 is listed), one a token, so that
+    no other row of the batch and no number of ranks changes them. int4 has offset 8. nvfp4: the global scale is multiplied in.
     """
 
     scheme: str = "none"

@@ -2,7 +2,8 @@
 
 `w` of the first is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK): gate and up rows in one transfer; of the second,
 of `(E*K, N)` with block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times as many elements. Out-of-range
-columns read as zero, out-of-range rows are masked where results are stored. See `pieces` for the modes.
+columns read as zero, out-of-range rows are masked where results are stored. PACKED: `w` is a pointer to
+4-bit weights, widened on the way. See `pieces` for the modes.
 """
 
 import triton
@@ -21,6 +22,7 @@ from .pieces import (
     matrix_step,
     pdl_enter,
     to_e4m3,
+    unpack,
     work_item,
 )
 
@@ -46,7 +48,8 @@ def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "T", "GM"], do_not_specialize_on_alignment=["ids", "xs"])
 def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, counter, S, T, GM,
             K: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, MODE: tl.constexpr, CHANNEL: tl.constexpr,
-            SOURCE: tl.constexpr, FLY: tl.constexpr, SWAP: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
+            PACKED: tl.constexpr, GROUP: tl.constexpr, SOURCE: tl.constexpr,
+            FLY: tl.constexpr, SWAP: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SP: tl.constexpr,
             BINS: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
@@ -96,7 +99,11 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
                 xs_at = xs + token * KG
                 sa = tl.load(xs_at + k0, mask=ok, other=0.0)
         for kb in range(k0, k1):
-            if WIDE:
+            if PACKED:
+                gate_row, inside = e * (2 * N) + nb * BN + n, nb * BN + n < N
+                wg = unpack(w, ws, gate_row, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty)
+                wu = unpack(w, ws, gate_row + N, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty)
+            elif WIDE:
                 wgu = tl.reshape(w.load([e, 0, nb * BN, kb * BK]), (2 * BN, BK))
             else:
                 wg = tl.reshape(w.load([e, 0, nb * BN, kb * BK]), (BN, BK))
@@ -186,8 +193,9 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
 
 @triton.jit(do_not_specialize=["S", "T", "GM"], do_not_specialize_on_alignment=["ids"])
 def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
-         K: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr, CHANNEL: tl.constexpr, SOURCE: tl.constexpr,
-         SWAP: tl.constexpr, FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+         K: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr, CHANNEL: tl.constexpr, PACKED: tl.constexpr,
+         GROUP: tl.constexpr, SOURCE: tl.constexpr, SWAP: tl.constexpr,
+         FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, SP: tl.constexpr, BINS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """y[split, row, k] = h[row] w2^T, not weighted. SOURCE: DIRECT, else rows; ROWS takes them by TMA through `hd`."""
     pdl_enter(PDL)
@@ -220,7 +228,12 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
             hs_at = hs + row * NG
             sw, sa = tl.load(sw_at + k0), tl.load(hs_at + k0, mask=ok, other=0.0)
         for kb in range(k0, k1):
-            b = w.load([e * K + nb * BN, kb * BK])
+            if PACKED:
+                b = unpack(
+                    w, ws, e * K + nb * BN + n, nb * BN + n < K, kb, N, BN, BK, PACKED, GROUP, h.dtype.element_ty
+                )
+            else:
+                b = w.load([e * K + nb * BN, kb * BK])
             if SOURCE == ROWS:
                 a = hd.load([row0, kb * BK])
             elif N % BK == 0:

@@ -27,7 +27,7 @@ SHAPES = {
     "top-2 of 8": {"local": 8, "total": 8, "hidden": 4096, "intermediate": 14336, "top_k": 2},
 }
 SCHEMES = [("none", False), ("fp8_tensor", False), ("fp8_tensor", True), ("fp8_channel", False), ("fp8_block", False),
-           ("int8_channel", False)]  # fmt: skip
+           ("int8_channel", False), ("mxfp4", False)]  # fmt: skip
 
 
 class Keys:

@@ -15,7 +15,13 @@ fake_driver.install(CAPABILITY)
 SIZES = {"hidden": 1024, "intermediate": 512, "local": 8, "total": 8}
 THIN, THICK = thin(16), thick(128, wide=True, expand=True, warps=8)
 THICK_BLOCK = thick(64, expand=True, warps=8, bk=128)
-MMA = {"none": "HGMMA", "int8_channel": "IGMMA"}  # the e4m3 kinds: QGMMA
+MMA = {
+    "none": "HGMMA",
+    "int8_channel": "IGMMA",
+    "int4": "HGMMA",
+    "mxfp4": "HGMMA",
+    "nvfp4": "HGMMA",
+}  # the e4m3 kinds: QGMMA
 
 CASES = [
     Case(why="16 tokens, swapped, bf16", tokens=8, tiles=THIN, **SIZES),
@@ -27,6 +33,9 @@ CASES = [
     Case(why="thick, bf16, one accumulator", tokens=600, tiles=THICK, **SIZES),
     Case(why="thick, fp8 channel", tokens=600, scheme="fp8_channel", tiles=THICK, **SIZES),
     Case(why="thick, fp8 blocks", tokens=600, scheme="fp8_block", tiles=THICK_BLOCK, **SIZES),
+    Case(why="16 tokens, swapped, int4 weights", tokens=8, scheme="int4", **SIZES),
+    Case(why="16 tokens, swapped, mxfp4 weights and biases", tokens=8, scheme="mxfp4", bias=True, **SIZES),
+    Case(why="16 tokens, swapped, nvfp4 weights", tokens=8, scheme="nvfp4", **SIZES),
     Case(why="specialised, bf16", tokens=600, tiles=special(), **SIZES),
     Case(why="specialised, static fp8", tokens=600, scheme="fp8_tensor", tiles=special(bk=128), **SIZES),
     Case(why="specialised, fp8 blocks", tokens=600, scheme="fp8_block", tiles=special(bk=128), **SIZES),

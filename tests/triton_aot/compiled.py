@@ -15,13 +15,23 @@ from experts.triton_tiles import BUCKETS, Problem
 from tests.triton_cases import Case
 
 BOOK = HandleBook("test")
-STORED = {"none": None, "int8_channel": torch.int8}  # others: e4m3
+STORED = {
+    "none": None,
+    "int8_channel": torch.int8,
+    "int4": torch.uint8,
+    "mxfp4": torch.uint8,
+    "nvfp4": torch.uint8,
+}  # others: e4m3
 
 
 def stub_weights(case: Case) -> ExpertWeights:
     """Weights of a few elements: enough where nothing runs."""
     stored = STORED.get(case.scheme, torch.float8_e4m3fn) or case.dtype
-    scale = None if case.scheme == "none" else torch.empty(64)
+    scale = (
+        None
+        if case.scheme == "none"
+        else torch.empty(64, dtype=torch.uint8 if case.scheme == "mxfp4" else torch.float32)
+    )
     static = torch.empty(1) if case.scheme == "fp8_tensor" and not case.dynamic else None
     bias = torch.empty(64, dtype=case.dtype) if case.bias else None
     w = torch.empty((case.local, 1, 64), dtype=stored)

@@ -81,7 +81,7 @@ def cluster_file(hosts: Hosts, model: Path, name: str, change=lambda data: None)
     data["setup_commands"] = [
         "chmod 600 ~/.ray/auth_token", f"grep -q RAY_AUTH_MODE ~/.bashrc 2> /dev/null || echo '{export}' >> ~/.bashrc"
     ]  # fmt: skip
-    data["metadata"]["epserve"] = {"service": f"{name}.service.yaml", "join_timeout_s": 120, "min_free_disk_gib": 0.1}
+    data["metadata"]["epserve"] = {"service": f"{name}.service.yaml", "join_timeout_s": 240, "min_free_disk_gib": 0.1}
     change(data)
     service = {
         "model": {"path": str(model)},
@@ -169,7 +169,7 @@ def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(h
 
     took = {}
     start = time.monotonic()
-    up = hosts.epserve("cluster", "up", str(file), timeout=300)
+    up = hosts.epserve("cluster", "up", str(file), timeout=420)
     assert "3 nodes joined" in up.stdout and "ready: grpc on 10.88.0.10:50051" in up.stdout
     ask(10)
     took["first answer"] = time.monotonic() - start

@@ -20,7 +20,8 @@ kernel of this heap does nothing: the context survives, the host raises, and the
 Under Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU ranks over shared files.
 """
 
-# ruff: noqa: RUF005, Triton knows no (*tuple, item)
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005, Triton grows a tuple only by +
 from __future__ import annotations
 
 import os

@@ -11,6 +11,7 @@ from epserve.modular_kernel.methods_quant import (
     Fp8MoEMethod,
     ModelOptFp8FusedMoE,
     ModelOptNvFp4FusedMoE,
+    Mxfp4MoEMethod,
 )
 from epserve.modular_kernel.quantization import FP8
 
@@ -102,12 +103,42 @@ def test_means_what_was_stored(method, store, scheme, bound):
             assert (got - true).norm() / true.norm() < bound
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def unpacked(codes, scale):
+    """What packed rows mean: two a byte, the even one low."""
+    values = E2M1[torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).long()]
+    return values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], -1)
+
+
 def test_nvfp4_is_exact():
     stored, exact = nvfp4(floats(0))
     weights, config = ModelOptNvFp4FusedMoE.weights([stored])
-    assert config.scheme == "none" and weights.w13_eNK.dtype == torch.bfloat16
-    assert torch.equal(weights.w13_eNK[0].float(), torch.cat([exact["gate_proj"], exact["up_proj"]]))
-    assert torch.equal(weights.w2_eKN[0].float(), exact["down_proj"])
+    assert config.scheme == "nvfp4" and weights.w13_eNK.shape == (1, 2 * N, K // 2)
+    want = torch.cat([exact["gate_proj"], exact["up_proj"]])
+    assert torch.equal(unpacked(weights.w13_eNK[0], weights.s13[0]), want)
+    assert torch.equal(unpacked(weights.w2_eKN[0], weights.s2[0]), exact["down_proj"])
+
+
+def test_mxfp4_brings_gate_and_up_apart():
+    g = torch.Generator().manual_seed(1)
+    expert = {
+        "gate_up_proj_blocks": torch.randint(0, 256, (2 * N, K // 32, 16), generator=g).to(torch.uint8),
+        "gate_up_proj_scales": torch.randint(120, 130, (2 * N, K // 32), generator=g).to(torch.uint8),
+        "gate_up_proj_bias": torch.randn(2 * N, generator=g),
+        "down_proj_blocks": torch.randint(0, 256, (K, N // 32, 16), generator=g).to(torch.uint8),
+        "down_proj_scales": torch.randint(120, 130, (K, N // 32), generator=g).to(torch.uint8),
+        "down_proj_bias": torch.randn(K, generator=g),
+    }
+    weights, config = Mxfp4MoEMethod.weights([expert])
+    assert config.scheme == "mxfp4" and weights.w13_eNK.shape == (1, 2 * N, K // 2)
+    scale = torch.exp2(expert["gate_up_proj_scales"].float() - 127)
+    whole = unpacked(expert["gate_up_proj_blocks"].flatten(1), scale)
+    got = unpacked(weights.w13_eNK[0], torch.exp2(weights.s13[0].float() - 127))
+    assert torch.equal(got[:N], whole[::2]) and torch.equal(got[N:], whole[1::2])
+    assert torch.equal(weights.b13[0][N:], expert["gate_up_proj_bias"][1::2])
+    assert torch.equal(weights.b2[0], expert["down_proj_bias"])
 
 
 def test_static_scales_are_the_largest_of_the_layer():

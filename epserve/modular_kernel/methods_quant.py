@@ -16,12 +16,11 @@ from epserve.errors import CheckpointError
 
 from .capability import LayerSpec
 from .methods import Backends, FusedMoEMethodBase
-from .quantization import FP8, FP8_MAX, UNQUANTIZED, QuantConfig
+from .quantization import FP8, FP8_MAX, QuantConfig
 from .types import Activation, ExpertWeights
 
 ExpertTensors = Mapping[str, torch.Tensor]
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NVFP4_GROUP = 16
 SILU = Activation()
 
@@ -99,23 +98,53 @@ class ModelOptFp8FusedMoE(QuantizedMethod):
 class ModelOptNvFp4FusedMoE(QuantizedMethod):
     """modelopt, nvfp4: two e2m1 a byte (the even one low), an e4m3 scale for 16, one float32 for all (`weight_scale_2`).
 
-    NOTE: multiplied out once, at load, into bfloat16: no kernel here reads 4-bit weights yet, so they take four times the memory.
+    The two scales are multiplied into one float32. Activations stay in the model's dtype: `input_scale` is not used.
     """
 
-    CONFIGS = (UNQUANTIZED,)
+    CONFIGS = (QuantConfig(scheme="nvfp4"),)
 
     @classmethod
     def weights(cls, experts, activation=SILU):
-        w13 = [torch.cat([_nvfp4(expert, GATE), _nvfp4(expert, UP)]) for expert in experts]
-        w2 = [_nvfp4(expert, DOWN) for expert in experts]
-        return ExpertWeights(w13_eNK=torch.stack(w13), w2_eKN=torch.stack(w2), activation=activation), UNQUANTIZED
+        s13 = [torch.cat([_nvfp4_scale(expert, GATE), _nvfp4_scale(expert, UP)]) for expert in experts]
+        s2 = [_nvfp4_scale(expert, DOWN) for expert in experts]
+        return _pack(experts, activation, s13=torch.stack(s13), s2=torch.stack(s2)), cls.CONFIGS[0]
 
 
-def _get(expert: ExpertTensors, projection: str, name: str) -> torch.Tensor:
-    key = f"{projection}.{name}"
+class Mxfp4MoEMethod(QuantizedMethod):
+    """gpt-oss, mxfp4: `gate_up_proj_blocks` `(2N, K/32, 16)` and `_scales` `(2N, K/32)` with gate and up in turn, and biases."""
+
+    CONFIGS = (QuantConfig(scheme="mxfp4"),)
+
+    @classmethod
+    def weights(cls, experts, activation=SILU):
+        def joined(name: str) -> torch.Tensor:
+            return torch.stack([_apart(_of(expert, f"gate_up_proj_{name}")) for expert in experts])
+
+        def down(name: str) -> torch.Tensor:
+            return torch.stack([_of(expert, f"down_proj_{name}") for expert in experts])
+
+        biased = "gate_up_proj_bias" in experts[0]
+        packed = ExpertWeights(
+            w13_eNK=joined("blocks").flatten(2), w2_eKN=down("blocks").flatten(2), activation=activation,
+            s13=joined("scales"), s2=down("scales"),
+            b13=joined("bias") if biased else None, b2=down("bias") if biased else None,
+        )  # fmt: skip
+        return packed, cls.CONFIGS[0]
+
+
+def _of(expert: ExpertTensors, key: str) -> torch.Tensor:
     if key not in expert:
         raise CheckpointError(f"expert tensor {key} is missing; found: {', '.join(sorted(expert)) or 'none'}")
     return expert[key]
+
+
+def _apart(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up in turn -> the gate's rows, then the up's."""
+    return torch.cat([rows[::2], rows[1::2]])
+
+
+def _get(expert: ExpertTensors, projection: str, name: str) -> torch.Tensor:
+    return _of(expert, f"{projection}.{name}")
 
 
 def _gate_up(expert: ExpertTensors, name: str) -> torch.Tensor:
@@ -173,11 +202,10 @@ def _joined(expert: ExpertTensors) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(parts), top
 
 
-def _nvfp4(expert: ExpertTensors, projection: str) -> torch.Tensor:
-    codes = _get(expert, projection, "weight")
-    scale, whole = _get(expert, projection, "weight_scale").float(), _get(expert, projection, "weight_scale_2").float()
-    values = torch.tensor(E2M1, device=codes.device)
-    pairs = torch.stack((values[(codes & 0xF).long()], values[(codes >> 4).long()]), dim=-1).flatten(-2)
-    if scale.shape != (pairs.shape[0], pairs.shape[1] // NVFP4_GROUP):
-        raise CheckpointError(f"{projection}.weight_scale: {tuple(scale.shape)} for a weight of {tuple(pairs.shape)}")
-    return (pairs * scale.repeat_interleave(NVFP4_GROUP, 1) * whole).to(torch.bfloat16)
+def _nvfp4_scale(expert: ExpertTensors, projection: str) -> torch.Tensor:
+    codes, scale = _get(expert, projection, "weight"), _get(expert, projection, "weight_scale").float()
+    if scale.shape != (codes.shape[0], codes.shape[1] * 2 // NVFP4_GROUP):
+        raise CheckpointError(
+            f"{projection}.weight_scale: {tuple(scale.shape)} for a packed weight of {tuple(codes.shape)}"
+        )
+    return scale * _get(expert, projection, "weight_scale_2").float()

@@ -262,7 +262,10 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return (max(1, min(tiling.programs, tiles)),)
 
     def _sizes(self, tiling: Tiling) -> dict[str, Any]:
-        shape, early = self.spec.shape, self.tilings.launch_early and self.ranks.device.type == "cuda"
+        # NOTE: a programmatic launch must not follow another stream's work, as the no-wait calls do.
+        beside = tiling in (self.tilings.dispatch_narrow, self.tilings.combine_narrow)
+        shape = self.spec.shape
+        early = self.tilings.launch_early and self.ranks.device.type == "cuda" and not beside
         sizes = {"H": shape.hidden, "K": shape.top_k, "W": self.ranks.world_size, "TILE": tiling.tile}
         sizes |= {"BLOCK": tiling.block, "PDL": early, "num_warps": tiling.warps}
         return sizes | ({"launch_pdl": True} if early else {})

@@ -77,7 +77,8 @@ def main() -> None:
     for ranks in (2, 8, 64):
         for phase, several in used.items():
             for t in dict.fromkeys(several):
-                sizes = {"H": 7168, "K": 8, "W": ranks, "TILE": t.tile, "BLOCK": t.block, "PDL": True}
+                sizes = {"H": 7168, "K": 8, "W": ranks, "TILE": t.tile, "BLOCK": t.block}
+                sizes["PDL"] = t not in (tilings.dispatch_narrow, tilings.combine_narrow)
                 if phase != "combine":
                     sizes |= {"FP8": phase == "dispatch_fp8", "WAIT": True}
                 name = f"{phase} R{ranks} {t.programs}x{t.warps} {t.tile}x{t.block}"

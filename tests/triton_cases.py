@@ -102,7 +102,7 @@ CASES = [
     Case(why="direct limit exactly", tokens=64),
     Case(why="first size that is sorted", tokens=65),
     Case(why="sorted, split-K", tokens=70, hidden=512, tiles=thin(split=3, split2=2)),
-    Case(why="sorted by two launches", tokens=600, tiles=thick(64)),
+    Case(why="sorted by two launches", tokens=130, top_k=8, local=2, total=8, tiles=thick(64)),
     Case(why="all slots remote", tokens=9, routing="remote"),
     Case(why="all slots remote, sorted", tokens=90, routing="remote"),
     Case(why="the same expert twice in a row", tokens=7, routing="twice"),

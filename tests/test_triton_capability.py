@@ -1,0 +1,74 @@
+"""What the Triton experts refuse is refused from their record, before any weight is read; and which tiles serve what."""
+
+import pytest
+import torch
+
+from all2all.local import LocalPrepareAndFinalize
+from epserve.errors import Incompatible
+from epserve.modular_kernel import Activation, ExpertLayout, ExpertShape, LayerSpec, QuantConfig, why_not
+from experts.triton_experts import TritonExperts
+from experts.triton_launch import Numerics
+from experts.triton_tiles import BUCKETS, Problem, Tiles, bucket_of, choose, default_tiles, shipped
+
+
+def spec(hidden=256, intermediate=256, dtype=torch.bfloat16, scheme="none", **options):
+    shape = ExpertShape(hidden=hidden, intermediate=intermediate, num_experts=8, top_k=2, dtype=dtype)
+    return LayerSpec(
+        shape=shape, layout=ExpertLayout.even(8, 1), device="cuda", quant=QuantConfig(scheme=scheme), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (spec(hidden=7169), "hidden size 7169 is not a multiple of 16"),
+        (spec(intermediate=1000), "intermediate size 1000 is not a multiple of 16"),
+        (spec(hidden=2880, scheme="fp8_block"), "hidden 2880 and intermediate 256 must be multiples of 128"),
+        (spec(dtype=torch.float32), "compute in bfloat16, float16, not float32"),
+        (spec(activation=Activation(kind="silu", gated=False)), "no ungated form"),
+    ],
+    ids=["T4: odd hidden", "intermediate", "partial fp8 blocks", "float32", "ungated"],
+)
+def test_refused(layer, reason):
+    reasons = why_not(LocalPrepareAndFinalize.capability, TritonExperts.capability, layer)
+    assert len(reasons) == 1 and reason in reasons[0]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [spec(hidden=2880, intermediate=2880), spec(hidden=3584), spec(hidden=1536), spec(dtype=torch.float16), spec(bias=True),
+     spec(scheme="int8_channel"), spec(hidden=2880, intermediate=2880, scheme="mxfp4")],
+)  # fmt: skip
+def test_accepted(layer):
+    assert why_not(LocalPrepareAndFinalize.capability, TritonExperts.capability, layer) == ()
+
+
+def test_groups_must_divide_the_sizes():
+    from experts.triton_launch import Launcher
+
+    with pytest.raises(Incompatible, match="multiples of the group 128"):
+        Launcher(spec(hidden=144, scheme="int4"), torch.device("cpu"))
+
+
+def test_every_scheme_of_the_record_has_numerics():
+    for scheme in TritonExperts.capability.quant_schemes:
+        assert Numerics.of(spec(scheme=scheme)) is not None
+
+
+def test_tables_hold_what_the_json_says():
+    table = shipped("NVIDIA H200")
+    assert len(table) == 9 and all(set(cells) == set(BUCKETS) for cells in table.values())
+    for cells in table.values():
+        for tiles in cells.values():
+            assert Tiles.from_json(tiles.to_json()) == tiles
+            assert not tiles.gate_up.specialised or (tiles.expand and tiles.bm == 128)
+    assert shipped("no such device") == {}
+
+
+def test_tiles_follow_tokens_per_expert():
+    problem = Problem(scheme="none", hidden=512, intermediate=256, local_experts=8, num_experts=8, top_k=2)
+    assert [default_tiles(problem, tokens).bm for tokens in (1, 16, 64, 128, 4096)] == [16, 16, 32, 64, 128]
+    assert default_tiles(problem, 1).gate_up.swap and not default_tiles(problem, 4096).gate_up.swap
+    tiles, why = choose(problem, 40, {}, specialised=False)
+    assert tiles == default_tiles(problem, 64) and "not measured" in why
+    assert [bucket_of(tokens) for tokens in (1, 2, 3, 33, 100000)] == [1, 1, 4, 64, 16384]

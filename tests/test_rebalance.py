@@ -261,7 +261,7 @@ async def test_counted_load_moves_experts(engine, paths):
         await engine.forward(Batch(layer=LAYER, hidden=hidden, ids=ids, weights=weights, deadline=deadline))
     loads = (await engine.rebalance(), engine._pool.arrangement.placements[LAYER])
     assert len(loads[1].replicas[0]) + len(loads[1].replicas[1]) > 4
-    assert loads[0].after < 1.2
+    assert loads[0].after < 1.3
 
 
 @pytest.mark.timeout(600)

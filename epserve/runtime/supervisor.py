@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 BEATS_PER_HEARTBEAT = 4  # asked so often, so that silence is known after one heartbeat and not after two
 LOAD_S = 2.0  # so often the expert load is read, where steps have run since
 PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
-SETTLE_S = 5.0  # how long survivors may take to report a step that failed elsewhere: milliseconds, on a crowded machine more
+SETTLE_S = (
+    5.0  # how long survivors may take to report a step that failed elsewhere: milliseconds, on a crowded machine more
+)
 RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between attempts to rebuild; the last one repeats
 
 

@@ -22,6 +22,8 @@ from epserve.modular_kernel import (
     PrepareFinalizeOptions,
     Registry,
     TopKWeightAndReduceNoOP,
+    UnquantizedFusedMoEMethod,
+    methods_quant,
     why_not,
 )
 from epserve.placement import Placement
@@ -32,6 +34,16 @@ PREFER_ALL2ALL = {
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
 PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
+
+METHODS: tuple[type[FusedMoEMethodBase], ...] = (
+    UnquantizedFusedMoEMethod,
+    methods_quant.Fp8MoEMethod,
+    methods_quant.CompressedTensorsW8A8Fp8MoEMethod,
+    methods_quant.CompressedTensorsW8A8Int8MoEMethod,
+    methods_quant.ModelOptFp8FusedMoE,
+    methods_quant.ModelOptNvFp4FusedMoE,
+    methods_quant.Mxfp4MoEMethod,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +206,10 @@ def choose_backends(
 
 
 def method_for(scheme: str) -> type[FusedMoEMethodBase]:
-    """The method class whose weights are stored in `scheme`; the first one registered where several are."""
-    methods = _subclasses(FusedMoEMethodBase)  # type: ignore[type-abstract]
-    found = [method for method in methods if method.quant_config().scheme == scheme]
+    """The method class whose weights are stored in `scheme`; the first one in METHODS where several are."""
+    found = [method for method in METHODS if scheme in {config.scheme for config in method.quant_configs()}]
     if not found:
-        known = sorted({method.quant_config().scheme for method in methods})
+        known = sorted({config.scheme for method in METHODS for config in method.quant_configs()})
         raise ConfigError(f"quantisation {scheme!r} has no method class yet (served: {', '.join(known)})")
     return found[0]
 
@@ -224,13 +235,6 @@ def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]
     known = registry.names()
     first = [each for each in preferred if each in known]
     return first + [each for each in known if each not in first]
-
-
-def _subclasses(cls: type[FusedMoEMethodBase]) -> list[type[FusedMoEMethodBase]]:
-    found = []
-    for each in cls.__subclasses__():
-        found += [each, *_subclasses(each)]
-    return found
 
 
 def _describe(spec: LayerSpec) -> str:

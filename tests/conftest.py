@@ -1,5 +1,6 @@
 """Settings of all tests. `pytest --hypothesis-profile=long` tries 10,000 inputs for each property."""
 
+import logging
 import subprocess
 
 import pytest
@@ -26,3 +27,14 @@ def certificates(tmp_path_factory):
         sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "1", "-extfile", "names")
         openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *sign)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """Handlers that a command added inside this process write to the stream of its test, which is closed afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [each for each in root.handlers if each not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(level)

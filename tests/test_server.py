@@ -72,6 +72,7 @@ class TestHealthAndReflection:
                 assert names == {
                     SERVICE,
                     INFERENCE_SERVICE,
+                    "epserve.v1.Admin",
                     "grpc.health.v1.Health",
                     "grpc.reflection.v1alpha.ServerReflection",
                 }

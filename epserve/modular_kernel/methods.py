@@ -46,6 +46,11 @@ class FusedMoEMethodBase(ABC):
     def quant_config(cls) -> QuantConfig:
         """The scheme that this method stores weights in."""
 
+    @classmethod
+    def quant_configs(cls) -> tuple[QuantConfig, ...]:
+        """Every scheme that this method's layers may have."""
+        return (cls.quant_config(),)
+
     def maybe_make_prepare_finalize(
         self, ranks: RankContext, options: PrepareFinalizeOptions
     ) -> FusedMoEPrepareAndFinalizeModular | None:

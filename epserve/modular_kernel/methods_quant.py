@@ -42,6 +42,10 @@ class QuantizedMethod(FusedMoEMethodBase):
         return cls.CONFIGS[0]
 
     @classmethod
+    def quant_configs(cls) -> tuple[QuantConfig, ...]:
+        return cls.CONFIGS
+
+    @classmethod
     def weights(
         cls, experts: Sequence[ExpertTensors], activation: Activation = SILU
     ) -> tuple[ExpertWeights, QuantConfig]:

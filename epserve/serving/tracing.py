@@ -137,14 +137,15 @@ class Tracing:
             return None
         from opentelemetry.trace import Link, set_span_in_context
 
+        began = _unix_ns(start)
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(parent),
-            start_time=_unix_ns(start),
+            start_time=began,
             links=[Link(other.get_span_context()) for other in links],
             attributes=_prefixed(attributes),
         )
-        span.end(_unix_ns(end))
+        span.end(began + round((end - start) * 1e9))
         return span
 
     def step(self, record: Any) -> None:

@@ -79,7 +79,7 @@ def _forward_share(ranks: RankContext, pf_name: str, dtype: torch.dtype, counts:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pf_name", _backends())
 def test_slot_order_gives_the_same_bits_on_any_number_of_ranks(pf_name, dtype):
-    layouts = [(8,), (4, 4), (1, 7), (3, 0, 5), (2, 2, 2, 2), (0, 5, 0, 3)]
+    layouts = [(8,), (4, 4), (1, 7), (3, 0, 5), (2, 2, 2, 2), (0, 5, 0, 3), (1,) * 8]
     one, *others = [torch.cat(run_ranks(_forward_share, len(counts), pf_name, dtype, counts)) for counts in layouts]
     assert one.abs().sum() > 0
     for counts, out in zip(layouts[1:], others, strict=True):

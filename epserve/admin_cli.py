@@ -8,8 +8,12 @@ from typing import Annotated
 import typer
 
 Address = Annotated[str, typer.Argument(help="host:port of a service.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File whose first line is a bearer token that is marked admin.")]
-Authority = Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File whose first word is the token of an admin.", exists=True, dir_okay=False)
+]
+Authority = Annotated[
+    Path | None, typer.Option(help="Certificate authority of the server: turns TLS on.", exists=True, dir_okay=False)
+]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait.")]
 
 
@@ -45,12 +49,13 @@ def scale(
 def _call(method: str, request, address: str, token_file: Path | None, tls_ca: Path | None, timeout: float):
     import grpc
 
+    from epserve.config import read_token
     from epserve.errors import EpserveError
     from epserve.serving import admin_pb2_grpc as pb_grpc
 
     metadata = []
     if token_file is not None:
-        metadata.append(("authorization", f"Bearer {token_file.read_text().split()[0]}"))
+        metadata.append(("authorization", f"Bearer {read_token(token_file)}"))
     if tls_ca is None:
         channel = grpc.insecure_channel(address)
     else:

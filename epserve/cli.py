@@ -18,6 +18,15 @@ from epserve import __version__, admin_cli, cluster_cli
 from epserve.errors import EpserveError
 from epserve.serving import logs
 
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="File whose first word is the bearer token.", exists=True, dir_okay=False, readable=True),
+]
+Authority = Annotated[
+    Path | None,
+    typer.Option(help="Certificate authority of the server; turns TLS on.", exists=True, dir_okay=False, readable=True),
+]
+
 app = typer.Typer(
     help="Experts as a service: serve the expert layers of a Mixture-of-Experts model from a cluster.\n\n"
     "A first run on any machine, no GPU needed:  [bold]epserve demo[/bold]",
@@ -48,7 +57,10 @@ def serve(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. --set server.port=0 --set engine.ranks=4.")
     ] = None,
-    ready_file: Annotated[Path | None, typer.Option(help="Written once the service answers: host, port, pid.")] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="Written once the service answers: host, port, pid.", writable=True, dir_okay=False),
+    ] = None,
 ) -> None:
     """Start the ranks and the gRPC front end; run until SIGTERM or Ctrl-C."""
     import yaml
@@ -61,7 +73,10 @@ def serve(
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {item!r} is not KEY=VALUE")
-        overrides[key] = yaml.safe_load(value)
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {item!r}: {value!r} is not YAML") from None
     loaded = load_config(config, overrides)
     logs.configure(loaded.server.log_format)
     from epserve.service import serve as run
@@ -73,11 +88,11 @@ def serve(
 def call(
     address: Annotated[str, typer.Argument(help="host:port of a service.")] = "127.0.0.1:50051",
     layer: Annotated[int | None, typer.Option(help="MoE layer; default: the first that is served.")] = None,
-    tokens: Annotated[int, typer.Option(help="Random tokens to send.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Random tokens to send.", min=0)] = 16,
     repeat: Annotated[int, typer.Option(help="Calls to make.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for each call.")] = 60.0,
-    token_file: Annotated[Path | None, typer.Option(help="File whose first line is the bearer token.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")] = None,
+    token_file: TokenFile = None,
+    tls_ca: Authority = None,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
 ) -> None:
     """Send a batch of random tokens through one layer and print what came back."""
@@ -86,9 +101,10 @@ def call(
     import torch
 
     from epserve.client import Client
+    from epserve.config import read_token
 
     console = Console()
-    token = token_file.read_text().split()[0] if token_file else None
+    token = read_token(token_file) if token_file else None
     with Client(address, token=token, tls_ca=tls_ca) as client:
         model = client.model(timeout=timeout)
         layer = model.layers[0] if layer is None else layer
@@ -108,20 +124,21 @@ def top(
     address: Annotated[str, typer.Argument(help="host:port of a service.")] = "127.0.0.1:50051",
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
-    token_file: Annotated[Path | None, typer.Option(help="File whose first line is the bearer token.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Certificate authority of the server; turns TLS on.")] = None,
+    token_file: TokenFile = None,
+    tls_ca: Authority = None,
 ) -> None:
     """Watch a service: state, ranks, rates, latencies, queue and the load of each expert."""
+    from epserve.config import read_token
     from epserve.top import run
 
-    token = token_file.read_text().split()[0] if token_file else None
+    token = read_token(token_file) if token_file else None
     run(address, token=token, tls_ca=tls_ca, interval_s=interval, once=once, console=Console())
 
 
 @app.command()
 def doctor(
     host: Annotated[str, typer.Option(help="Address that the service would listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port that the service would listen on.")] = 50051,
+    port: Annotated[int, typer.Option(help="Port that the service would listen on.", min=0, max=65535)] = 50051,
 ) -> None:
     """Say what is installed, which backends are usable and why not, and what is wrong with this machine."""
     from epserve.doctor import Verdict, examine

@@ -187,6 +187,16 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     return parse_config(data, str(path))
 
 
+def read_token(path: Path) -> str:
+    """The first word of a client's token file. Raises ConfigError."""
+    try:
+        return path.read_text().split()[0]
+    except IndexError:
+        raise ConfigError(f"token file {path} is empty") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path} cannot be read: {error}") from None
+
+
 def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:
     """Raises ConfigError that lists every wrong key with what is allowed."""
     try:

@@ -141,5 +141,5 @@ def check_port(host: str, port: int) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             return Finding(what=f"port {port}", verdict=Verdict.PROBLEM, detail=f"{host}:{port}: {error.strerror}",
-                           remedy="choose another server.port, or 0")  # fmt: skip
+                           remedy="choose another server.port, or 0, and an address of this machine")  # fmt: skip
     return Finding(what=f"port {port}", verdict=Verdict.OK, detail=f"{host}:{port} is free")

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from epserve.config import Config
+from epserve.errors import ConfigError
 from epserve.runtime.engine import Engine
 from epserve.serving.server import Server
 
@@ -41,6 +42,8 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
 
     ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
     """
+    if ready_file is not None:
+        _claim(ready_file)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -56,6 +59,17 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
 
     listen()
     await _until(stop, _serve(config, ready_file, listen))
+
+
+def _claim(ready_file: Path) -> None:
+    """Removes what a killed service left; raises ConfigError now rather than when every rank has loaded."""
+    try:
+        ready_file.unlink(missing_ok=True)
+        scratch = ready_file.with_suffix(".tmp")
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise ConfigError(f"ready file {ready_file} cannot be written: {error.strerror}") from None
 
 
 async def _serve(config: Config, ready_file: Path | None, listen: Callable[[], None]) -> None:

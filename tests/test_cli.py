@@ -111,3 +111,30 @@ def test_configuration_is_frozen():
     with pytest.raises(ConfigError, match="tls_cert and tls_key"):
         parse_config({"model": {"path": "x"}, "server": {"tls_cert": "a.pem"}})
     assert json.loads(config.model_dump_json())["server"]["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("call", "--tokens", "-3"),
+        ("call", "--token-file", "/nowhere/token"),
+        ("doctor", "--port", "99999"),
+        ("serve", "c.yaml", "--set", "model.path=["),
+        ("serve", "{config}", "--ready-file", "/nowhere/at/all/ready"),
+    ],
+    ids=lambda arguments: " ".join(arguments[1:]),
+)
+def test_wrong_options_are_one_message(tmp_path, arguments):
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {path: x}")
+    result = epserve(*(argument.format(config=config) for argument in arguments))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_a_ready_file_of_a_killed_service_is_removed_at_the_door(tmp_path):
+    config, ready = tmp_path / "c.yaml", tmp_path / "ready"
+    config.write_text("model: {path: /nowhere/at/all}")
+    ready.write_text("old")
+    assert epserve("serve", str(config), "--ready-file", str(ready)).returncode == 2
+    assert not ready.exists()

@@ -15,6 +15,9 @@ import torch
 
 from epserve import errors
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy, Tls
+from epserve.errors import InvalidRequest
+from epserve.serving.attempts import Attempts
+from epserve.serving.exchange import OutgoingRequest
 from epserve.serving.server import Server
 from epserve.serving.status import error_of, failure_of
 from tests.fake_engine import FakeEngine, LocalExperts, echo, serving
@@ -469,3 +472,21 @@ asyncio.run(main())
 def test_ray_and_grpc_in_one_process(before, after):
     """A gRPC server and a channel in a process that starts Ray, in both orders."""
     assert "both work" in run_python(SERVICE.format(before=before or "pass", after=after or "pass"))
+
+
+@pytest.mark.parametrize("layer", [None, "0", 1.5, True, -1, 2**40])
+def test_what_is_no_layer_number_is_refused_before_it_is_sent(layer):
+    with pytest.raises(InvalidRequest, match="layer: "):
+        OutgoingRequest(layer, torch.ones(1, 32), None, None, request_id="")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1.0, 0.0])
+def test_what_is_no_time_is_refused(timeout):
+    with pytest.raises(InvalidRequest, match="timeout: "):
+        Attempts(RetryPolicy(), timeout)
+
+
+async def test_an_endless_timeout_is_a_long_one():
+    async with serving(FakeEngine()) as server, AsyncClient(server.address) as client:
+        await client.wait_ready(float("inf"))
+        assert (await client.forward(1, torch.ones(2, 32), timeout=float("inf"))).shape == (2, 32)

@@ -142,7 +142,10 @@ class Gang:
             if ranks * amount > have.get(name, 0) + 1e-6
         ]
         if short:
-            raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; add nodes or lower engine.ranks")
+            remedy = "add nodes or lower engine.ranks"
+            if "GPU" in bundle and not have.get("GPU"):
+                remedy = "add nodes with GPUs, or set engine.device: cpu"
+            raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; {remedy}")
         group = placement_group([bundle] * more, strategy=config.cluster.placement)
         self._groups.append(group)
         end = time.monotonic() + config.cluster.start_timeout_s

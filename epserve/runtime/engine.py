@@ -111,7 +111,10 @@ class Engine:
             await pool.start()
         except BaseException as error:
             # Now, since closing takes seconds and may itself go wrong.
-            log.error("start failed: %s: %s", type(error).__name__, error)
+            if isinstance(error, asyncio.CancelledError):
+                log.info("start given up")
+            else:
+                log.error("start failed: %s: %s", type(error).__name__, error)
             await self.close()
             raise
 

@@ -8,17 +8,26 @@ import threading
 import time
 from typing import Any
 
-from epserve.errors import DeadlineExceeded, EpserveError
+from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest
 from epserve.serving.exchange import OutgoingRequest
 from epserve.serving.options import RetryPolicy
+
+LONGEST_S = 1e6  # eleven days; above some 1e9 s gRPC's clock overflows and the call ends at once
+
+
+def bounded(timeout_s: float) -> float:
+    """`inf` becomes the longest wait that gRPC can express. Raises InvalidRequest for NaN and for what has passed."""
+    if not timeout_s > 0:
+        raise InvalidRequest(f"timeout: {timeout_s} is not a positive number of seconds", field="timeout")
+    return min(timeout_s, LONGEST_S)
 
 
 class Attempts:
     """When to send a call again."""
 
     def __init__(self, policy: RetryPolicy, timeout_s: float):
-        self._policy, self._timeout_s = policy, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._policy, self._timeout_s = policy, bounded(timeout_s)
+        self._deadline = time.monotonic() + self._timeout_s
         self._made = 0
 
     def remaining(self) -> float:
@@ -89,8 +98,8 @@ class ForwardFuture(concurrent.futures.Future):
 
 class Readiness:
     def __init__(self, target: str, timeout_s: float):
-        self._target, self._timeout_s = target, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._target, self._timeout_s = target, bounded(timeout_s)
+        self._deadline = time.monotonic() + self._timeout_s
         self._last = ""
 
     def remaining(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -13,6 +14,20 @@ from epserve.serving.client_region import ClientRegion
 WireFormat = Literal["plain", "fp8", "fp8_request"]
 """plain: as it is. fp8: float8_e4m3fn with one factor for each 1x128 block, half the bytes of bfloat16, both ways;
 fp8_request: only what is sent. Costs precision: e4m3 has three bits of mantissa."""
+
+
+LARGEST_LAYER = 2**31 - 1  # of the message's int32
+
+
+def _layer(layer: Any) -> int:
+    """Raises InvalidRequest: protobuf takes None for 0 and has errors of its own for the rest."""
+    try:
+        number = -1 if isinstance(layer, bool) else operator.index(layer)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= LARGEST_LAYER:
+        raise InvalidRequest(f"layer: {layer!r} is not a layer number, 0..{LARGEST_LAYER}", field="layer")
+    return number
 
 
 class OutgoingRequest:
@@ -42,7 +57,7 @@ class OutgoingRequest:
             if value is not None:
                 self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
-        self.header = pb.ForwardRequest(request_id=request_id, layer=layer)
+        self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer))
         self.reply_dtype = pb.FP8_E4M3 if wire_format == "fp8" else plain.dtype
         if wire_format != "plain":
             self.header.reply_dtype = self.reply_dtype

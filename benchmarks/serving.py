@@ -4,7 +4,7 @@ One service on this machine's ranks (CPU processes, or GPUs with --device cuda),
 same batch is sent
   in the ranks     the kernel alone, as the ranks' own clocks saw it (slowest rank of each step), and its copy to the device
   to the engine    in this process: queueing, joining, splitting, the sockets to Ray's actors, the kernel
-  over gRPC        from a client in another process: all of it
+  over gRPC        from a client in another process: all of it, with the tensors in messages and in a shared-memory region
 and the differences are reported, beside the time to copy the request's and the reply's bytes four times over in memory.
 """
 
@@ -51,14 +51,25 @@ def median_ms(call, repeats: int) -> float:
     return statistics.median(times[2:])
 
 
-def ask(address: str, layer: int, num_tokens: int, hidden: int, repeats: int, dtype: torch.dtype) -> float:
-    """In a process of its own: median ms of one call."""
+def ask(
+    address: str, layer: int, num_tokens: int, hidden: int, repeats: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """In a process of its own: median ms of one call, with tensors in messages and in shared memory."""
     from epserve.client import Client
 
     torch.set_num_threads(1)
     x = torch.randn((num_tokens, hidden)).to(dtype)
     with Client(address) as client:
-        return median_ms(lambda: client.forward(layer, x, timeout=120), repeats)
+        inline = median_ms(lambda: client.forward(layer, x, timeout=120), repeats)
+        with client.register_region(4 * x.nbytes + (1 << 20)) as region:
+            shared = region.empty(tuple(x.shape), dtype)
+            shared.copy_(x)
+
+            def call() -> None:
+                y = client.forward(layer, shared, region=region, timeout=120)
+                del y  # its place in the region is free again
+
+            return inline, median_ms(call, repeats)
 
 
 def load(address: str, layer: int, clients: int, hidden: int, seconds: float) -> dict:
@@ -124,13 +135,16 @@ async def measure(options, path: Path) -> dict:
         for num_tokens in options.tokens:
             repeats = options.repeats if num_tokens < 1000 else max(5, options.repeats // 4)
             in_engine, in_kernel = await engine_ms(engine, layer, num_tokens, repeats)
-            over_grpc = await elsewhere(ask, num_tokens, engine.info.hidden, repeats, engine.info.dtype)
+            over_grpc, in_region = await elsewhere(ask, num_tokens, engine.info.hidden, repeats, engine.info.dtype)
             nbytes = num_tokens * engine.info.hidden * engine.info.dtype.itemsize
             floor = 4 * 2 * copy_ms(nbytes)
             result["latency"].append({
                 "tokens": num_tokens, "kernel_ms": in_kernel, "runtime_ms": in_engine - in_kernel,
-                "grpc_ms": over_grpc - in_engine, "total_ms": over_grpc, "four_copies_ms": floor,
-                "overhead_over_copies": (over_grpc - in_kernel) / floor, "total_over_kernel": over_grpc / in_kernel})  # fmt: skip
+                "grpc_ms": over_grpc - in_engine, "total_ms": over_grpc, "region_total_ms": in_region,
+                "four_copies_ms": floor,
+                "overhead_over_copies": (over_grpc - in_kernel) / floor,
+                "region_overhead_over_copies": (in_region - in_kernel) / floor, "total_over_kernel": over_grpc / in_kernel,
+                "region_total_over_kernel": in_region / in_kernel})  # fmt: skip
         result["backends"] = engine.status().backends
         for clients in options.clients:
             result["throughput"].append(await elsewhere(load, clients, engine.info.hidden, options.seconds))

@@ -12,7 +12,8 @@ TokenFile = Annotated[
     Path | None, typer.Option(help="File whose first word is the token of an admin.", exists=True, dir_okay=False)
 ]
 Authority = Annotated[
-    Path | None, typer.Option(help="Certificate authority of the server: turns TLS on.", exists=True, dir_okay=False)
+    Path | None,
+    typer.Option(help="Certificate authority of the server; turns TLS on.", exists=True, dir_okay=False, readable=True),
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait.")]
 

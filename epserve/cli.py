@@ -15,16 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from epserve import __version__, admin_cli, cluster_cli
+from epserve.admin_cli import Authority
 from epserve.errors import EpserveError
 from epserve.serving import logs
 
 TokenFile = Annotated[
     Path | None,
     typer.Option(help="File whose first word is the bearer token.", exists=True, dir_okay=False, readable=True),
-]
-Authority = Annotated[
-    Path | None,
-    typer.Option(help="Certificate authority of the server; turns TLS on.", exists=True, dir_okay=False, readable=True),
 ]
 
 app = typer.Typer(

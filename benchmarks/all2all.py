@@ -7,7 +7,7 @@
 Candidates are our backends through the modular kernel's prepare and finalize, and the libraries' bare calls beside them
 (`benchmarks/all2all_candidates.py`). Every case is checked with identity experts before and after it is timed: the output
 is x times the sum of weights. A candidate that fails, hangs or is wrong is reported, the others go on, and the exit status
-is 1.
+is 1; what cannot run on this machine is reported only.
 
 Times are the slowest rank's median of one call. A candidate with `graph` runs as replayed CUDA graphs of 10 calls: of
 dispatch, of combine, of the two in turn (of our backends combine is the difference: it is good for one dispatch). Any other,
@@ -51,6 +51,11 @@ HOP_US = 2.0
 GRAPH_CALLS = 10  # even: low-latency kernels alternate between two buffers
 EAGER_CALLS, SPIN_CYCLES = 40, 100_000
 START_S, GRACE_S = 60, 20
+UNAVAILABLE, LEFT_OUT = "not available: ", "the time was up"
+
+
+class Unavailable(RuntimeError):
+    """Raised on every rank before anything is set up: it cannot run here, and the processes are as good as before."""
 
 
 class Ranks:
@@ -180,6 +185,8 @@ def measure(candidate, case: Case, tokens: int, ranks: Ranks, copy_gbps: float) 
 def run_candidate(name: str, ranks: Ranks, options):
     """Yield a cell for every case of one candidate."""
     kind = CANDIDATES[name]
+    if missing := kind.unavailable(ranks.device.type):
+        raise Unavailable(missing)
     for hidden in options.hidden:
         for experts in options.experts:
             case = Case(
@@ -195,7 +202,7 @@ def run_candidate(name: str, ranks: Ranks, options):
     kind.close()
 
 
-def worker(rank: int, options, names: list[str], inbox) -> None:
+def worker(rank: int, options, names: list[str], run, inbox) -> None:
     """One rank. Reports each cell and, at a candidate's end, its error and whether this set of processes can go on."""
     try:
         ranks = Ranks(rank, options)
@@ -205,9 +212,11 @@ def worker(rank: int, options, names: list[str], inbox) -> None:
     for name in names:
         error = None
         try:
-            for cell in run_candidate(name, ranks, options):
+            for cell in run(name, ranks, options):
                 if rank == 0:
                     inbox.put({"cell": cell})
+        except Unavailable as exception:
+            error = f"{UNAVAILABLE}{exception}"
         except Exception as exception:  # one candidate's failure must not end the run
             error = f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
             if not isinstance(exception, ImportError):
@@ -216,7 +225,7 @@ def worker(rank: int, options, names: list[str], inbox) -> None:
             errors = ranks.gather(error)
         except RuntimeError:
             errors = [error, "another rank did not answer"]
-        intact = set(errors) == {None}
+        intact = all(each is None or each.startswith(UNAVAILABLE) for each in errors)
         if rank == 0 or not intact:
             inbox.put({"backend": name, "error": error or next(filter(None, errors), None), "intact": intact})
         if not intact:
@@ -224,26 +233,35 @@ def worker(rank: int, options, names: list[str], inbox) -> None:
     dist.destroy_process_group()
 
 
-def supervise(names: list[str], options) -> tuple[list[dict], dict[str, str]]:
-    """Run the candidates in one set of processes; after a failure, which can have damaged it, the rest in a new set."""
+def supervise(
+    names: list[str], options, run=run_candidate, *, stop: float = math.inf
+) -> tuple[list[dict], dict[str, str]]:
+    """Run the candidates in one set of processes; after a failure, which can have damaged it, the rest in a new set.
+
+    run: (name, Ranks, options) -> its cells, a function at a module's top level. stop: on the monotonic clock; what has not
+    ended by then is killed, and its cells so far are kept.
+    """
     cells: list[dict] = []
     failures: dict[str, str] = {}
     pending = list(names)
-    while pending:
+    while pending and time.monotonic() < stop:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             options.port = probe.getsockname()[1]
         inbox = mp.get_context("spawn").Queue()
-        processes = mp.spawn(worker, (options, list(pending), inbox), options.world, join=False, daemon=True).processes
+        processes = mp.spawn(
+            worker, (options, list(pending), run, inbox), options.world, join=False, daemon=True
+        ).processes
         intact, deadline = True, time.monotonic() + options.limit_s + START_S
         while pending and intact:
             try:
                 report = inbox.get(timeout=0.5)
             except queue.Empty:
                 dead = [process.exitcode for process in processes if not process.is_alive()]
-                if not dead and time.monotonic() < deadline:
+                if not dead and time.monotonic() < min(deadline, stop):
                     continue
                 error = f"a rank's process ended, exit code {dead[0]}" if dead else "a rank hangs"
+                error = f"{LEFT_OUT}, stopped in the middle" if time.monotonic() >= stop else error
                 report = {"backend": pending[0], "error": error, "intact": False}
             deadline = time.monotonic() + options.limit_s + GRACE_S
             if "cell" in report:
@@ -258,6 +276,7 @@ def supervise(names: list[str], options) -> tuple[list[dict], dict[str, str]]:
         for process in processes:
             process.join(10 if intact else 0)
             process.kill()
+    failures |= dict.fromkeys(pending, f"{LEFT_OUT}, not begun")
     return cells, failures
 
 
@@ -348,7 +367,8 @@ def main() -> int:
         print(f"FAILED {name}: {error}")
     if options.json:
         write(options, cells, failures)
-    return 1 if failures else 0
+    wrong = [error for error in failures.values() if not error.startswith(UNAVAILABLE)]
+    return 1 if wrong or not cells else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import triton
 
 import all2all
 from all2all.nvlink import NvlinkPrepareAndFinalize
@@ -84,6 +85,11 @@ class Candidate:
     def close(cls) -> None:
         """After the last case; collective."""
 
+    @classmethod
+    def unavailable(cls, device: str) -> str | None:
+        """Why it cannot run on this machine's `device`."""
+        return None
+
 
 def dequantise(x):
     return x if isinstance(x, torch.Tensor) else dequantise_blocks(*x).bfloat16()
@@ -151,10 +157,21 @@ class Ours(Candidate):
         self._forget()
         self.manager.destroy()
 
+    @classmethod
+    def unavailable(cls, device):
+        manager = all2all.REGISTRY.get(cls.name)
+        if device not in manager.prepare_finalize.capability.devices:
+            return f"{cls.name} needs {' or '.join(sorted(manager.prepare_finalize.capability.devices))}"
+        return manager.unavailable()
+
 
 class Nvlink(Ours):
     name, graph = "nvlink", True
     pf: NvlinkPrepareAndFinalize
+
+    @classmethod
+    def unavailable(cls, device):
+        return None if device == "cpu" and triton.knobs.runtime.interpret else super().unavailable(device)
 
     def __init__(self, group, case):
         if case.device.type == "cpu":  # in Triton's interpreter
@@ -181,6 +198,44 @@ class NvlinkCopied(Nvlink):
 
     def identity(self, state):
         return super().identity(state).clone()
+
+
+class AllToAll(Ours):
+    name = "all_to_all"
+
+
+class AllToAllFp8(AllToAll):
+    fp8 = True
+
+
+class AllGatherReduceScatter(Ours):
+    name = "allgather_reducescatter"
+
+
+class AllGatherReduceScatterFp8(AllGatherReduceScatter):
+    fp8 = True
+
+
+class AllToAllBatched(Ours):
+    """A row to each expert; its blocks are as large as the cap, so the cap is that of low latency."""
+
+    name, row_per_expert, max_tokens = "all_to_all_batched", True, LOW_LATENCY_TOKENS
+    reduce = TopKWeightAndReduceDelegate()
+
+    def identity(self, state):
+        return dequantise(state.x)
+
+
+class AllToAllBatchedFp8(AllToAllBatched):
+    fp8 = True
+
+
+class Nvshmem(Ours):
+    name, graph = "nvshmem", True
+
+
+class HighThroughputV2(Ours):
+    name = "deepep_v2"
 
 
 class OursHighThroughput(Ours):
@@ -218,6 +273,10 @@ class BareHighThroughput(Candidate):
         self.case = case
         if BareHighThroughput.buffer is None:
             BareHighThroughput.buffer = Buffer(group, HIGH_THROUGHPUT_BYTES, 0, explicitly_destroy=True)
+
+    @classmethod
+    def unavailable(cls, device):
+        return all2all.REGISTRY.get("deepep_ht").unavailable()
 
     def load(self, x, ids, weights):
         super().load(quantise_blocks(x) if self.fp8 else x, ids.long(), weights)
@@ -269,6 +328,10 @@ class BareLowLatency(Candidate):
                 group, 0, size, low_latency_mode=True, num_qps_per_rank=experts // case.world, explicitly_destroy=True
             )
         self.buffer.clean_low_latency_buffer(LOW_LATENCY_TOKENS, case.hidden, case.experts)  # its layout has changed
+
+    @classmethod
+    def unavailable(cls, device):
+        return all2all.REGISTRY.get("deepep_ht").unavailable()
 
     def load(self, x, ids, weights):
         super().load(x, ids.long(), weights)
@@ -363,4 +426,12 @@ CANDIDATES: dict[str, type[Candidate]] = {
     "deepep_ll_fp8": BareLowLatencyFp8,
     "ours_deepep_ll_bf16": OursLowLatency,
     "ours_deepep_ll_fp8": OursLowLatencyFp8,
+    "all_to_all": AllToAll,
+    "all_to_all_fp8": AllToAllFp8,
+    "allgather_reducescatter": AllGatherReduceScatter,
+    "allgather_reducescatter_fp8": AllGatherReduceScatterFp8,
+    "all_to_all_batched": AllToAllBatched,
+    "all_to_all_batched_fp8": AllToAllBatchedFp8,
+    "deepep_v2": HighThroughputV2,
+    "nvshmem": Nvshmem,  # last: DeepEP has its own NVSHMEM in the process
 }

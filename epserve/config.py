@@ -83,11 +83,13 @@ class SchedulerConfig(_Section):
     """How requests become steps."""
 
     max_queued_tokens: Annotated[int, Field(ge=1)] = 65536
-    """Per layer; above it callers get RESOURCE_EXHAUSTED with a retry delay."""
+    """Per layer. Above it callers get RESOURCE_EXHAUSTED with a retry delay: the newcomer, or who holds most of the queue."""
     max_step_tokens: Annotated[int, Field(ge=1)] = 16384
     """Most tokens that are joined into one step, over all ranks."""
     join_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """How long a step may wait for more requests while the ranks are idle."""
+    """How long a step may wait for more requests while the ranks are idle and several clients are at work."""
+    join_wait_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """That wait is never longer than this share of the mean time of recent steps."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """A rank that is silent for so long counts as hung: its process is killed and replaced. Lower is quicker, and on a
     crowded machine riskier."""
@@ -112,6 +114,8 @@ class ServerConfig(_Section):
     """For each client connection."""
     max_in_flight_per_stream: Annotated[int, Field(ge=1)] = 64
     """Calls of one ForwardStream that run at once; then nothing more is read from that client."""
+    max_priority: Literal["low", "normal", "high"] = "normal"
+    """Highest priority that a request may ask for, unless its client's line in the tokens file says otherwise."""
     max_buffered_bytes: Annotated[int, Field(ge=1024)] = 1024 * MIB
     """Bytes of all requests that are here at once; above it callers get RESOURCE_EXHAUSTED."""
     unix_socket: Path | None = None

@@ -8,18 +8,21 @@ import torch
 
 from epserve.config import SchedulerConfig
 from epserve.errors import DeadlineExceeded, InternalError, NotReady, Overloaded, RankFailed, TooLarge
-from epserve.runtime.planning import Batch, Item, StepQueue, hand_out, shards, split_evenly
+from epserve.runtime.planning import Batch, Item, Priority, StepQueue, hand_out, last_in, shards, split_evenly
 from epserve.runtime.scheduler import MAX_ATTEMPTS, Scheduler
 
 HIDDEN = 4
 
 
-def batch(count, *, layer=1, top_k=0, seconds=5.0, seed=0):
+def batch(count, *, layer=1, top_k=0, seconds=5.0, seed=0, client="", priority=Priority.NORMAL):
     generator = torch.Generator().manual_seed(seed * 1000 + count)
     ids = torch.randint(0, 8, (count, top_k), dtype=torch.int32, generator=generator) if top_k else None
     weights = torch.rand((count, top_k), generator=generator) if top_k else None
     hidden = torch.randn((count, HIDDEN), generator=generator)
-    return Batch(layer=layer, hidden=hidden, ids=ids, weights=weights, deadline=time.monotonic() + seconds)
+    return Batch(
+        layer=layer, hidden=hidden, ids=ids, weights=weights, deadline=time.monotonic() + seconds,
+        client=client, priority=priority,
+    )  # fmt: skip
 
 
 class Waiting:
@@ -68,15 +71,20 @@ def test_a_long_request_is_cut_and_its_rest_stays_in_front():
 
 def test_those_whose_callers_are_gone_are_never_taken():
     queue = queue_of(batch(3), batch(4))
-    queue.items[0].future = Waiting(done=True)
+    next(iter(queue)).future = Waiting(done=True)
     assert sizes(queue.take(100)) == [(0, 4)]
     assert not len(queue)
 
 
 def test_a_request_whose_step_failed_goes_alone():
     queue = queue_of(batch(3), batch(4), batch(5))
-    queue.items[1].attempts = 1
-    assert [sizes(queue.take(100)) for _ in range(2)] == [[(0, 3), (0, 5)], [(0, 4)]]
+    failed = list(queue)[:2]
+    queue.take(7)
+    for item in failed:
+        item.attempts, item.taken = 1, 0
+    queue.put_back(failed)
+    assert [sizes(queue.take(100)) for _ in range(3)] == [[(0, 3)], [(0, 4)], [(0, 5)]]
+    assert not len(queue)
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
@@ -84,7 +92,7 @@ def test_a_request_whose_step_failed_goes_alone():
 def test_shards_and_hand_out_put_every_row_where_it_belongs(top_k, num_ranks):
     batches = [batch(count, top_k=top_k, seed=count) for count in (5, 1, 9, 2)]
     queue = queue_of(*batches)
-    items, complete = list(queue.items), []
+    items, complete = list(queue), []
     while (step := queue.take(7)) is not None:
         counts = split_evenly(step.num_tokens, num_ranks)
         parts = shards(step, counts)
@@ -96,6 +104,101 @@ def test_shards_and_hand_out_put_every_row_where_it_belongs(top_k, num_ranks):
     for item, each in zip(items, batches, strict=True):
         expected = each.hidden + (each.weights.sum(1, keepdim=True) if top_k else 0)
         assert torch.equal(item.out_MK, expected)
+
+
+def served(queue, max_tokens):
+    """Client -> tokens of one step."""
+    tokens = {}
+    for piece in queue.take(max_tokens).pieces:
+        tokens[piece.item.batch.client] = tokens.get(piece.item.batch.client, 0) + piece.num_tokens
+    return tokens
+
+
+def test_a_greedy_client_delays_a_small_one_by_one_step_at_most():
+    queue = queue_of(*(batch(50, client="greedy") for _ in range(100)))
+    assert served(queue, 100) == {"greedy": 100}
+    for _ in range(20):  # comes back after each answer
+        queue.add(Item(batch=batch(4, client="small"), future=Waiting()))
+        assert served(queue, 100) == {"small": 4, "greedy": 96}
+
+
+def test_clients_with_enough_to_do_get_equal_shares_of_tokens_whatever_the_size_of_their_requests():
+    queue = queue_of(*(batch(size, client=str(size)) for size in (1, 10, 100, 1000) for _ in range(8000 // size)))
+    totals = dict.fromkeys(("1", "10", "100", "1000"), 0)
+    for _ in range(80):
+        for client, tokens in served(queue, 100).items():
+            totals[client] += tokens
+    assert max(totals.values()) - min(totals.values()) <= 1000, totals  # one request of the largest
+
+
+def test_a_greedy_client_on_one_layer_does_not_hold_up_another_layer():
+    queue = queue_of(*(batch(50, layer=1, client="greedy") for _ in range(100)), batch(4, layer=2, client="small"))
+    assert [queue.take(100).key[0] for _ in range(3)].count(2) == 1
+
+
+def test_a_cut_request_lets_smaller_ones_pass_between_its_steps():
+    queue = queue_of(batch(1000, client="large"))
+    assert served(queue, 100) == {"large": 100}
+    queue.add(Item(batch=batch(4, client="small"), future=Waiting()))
+    assert served(queue, 100) == {"small": 4, "large": 96}
+
+
+def test_priorities_are_shares_that_starve_nobody():
+    queue = queue_of(*(batch(10, client=p.name, priority=p) for p in Priority for _ in range(2000)))
+    totals = dict.fromkeys((p.name for p in Priority), 0)
+    for _ in range(73):
+        for client, tokens in served(queue, 100).items():
+            totals[client] += tokens
+    assert totals["HIGH"] == pytest.approx(6400, rel=0.02)
+    assert totals["NORMAL"] == pytest.approx(800, rel=0.1)
+    assert totals["LOW"] == pytest.approx(100, abs=20)
+    late = queue_of(*(batch(10, client="normal") for _ in range(100)))
+    late.take(100)
+    late.add(Item(batch=batch(10, client="urgent", priority=Priority.HIGH), future=Waiting()))
+    assert next(iter(served(late, 10))) == "urgent"
+
+
+def test_the_queue_remembers_no_client_that_is_gone():
+    queue = queue_of(*(batch(50, client="greedy") for _ in range(100)))
+    for number in range(1000):
+        queue.add(Item(batch=batch(1, client=str(number)), future=Waiting()))
+        served(queue, 1 + number % 2)
+    assert len(queue._clocks) <= 2 * len(queue) + 65
+    while queue.take(1000):
+        pass
+    assert not queue._clocks
+    assert not queue._lanes
+
+
+def test_rows_of_an_earlier_attempt_count_no_more():
+    queue = queue_of(batch(20))
+    first, second = queue.take(8), queue.take(8)
+    (item,) = {piece.item for piece in (*first.pieces, *second.pieces)}
+    item.attempts, item.taken = 1, 0  # the first failed
+    queue.put_back([item])
+    assert hand_out(second, torch.zeros(8, HIDDEN)) == []
+    assert item.done == 0
+    rest = []
+    while (step := queue.take(8)) is not None:
+        rest += hand_out(step, torch.cat([piece.item.batch.hidden[piece.start : piece.stop] for piece in step.pieces]))
+    assert rest == [item]
+    assert torch.equal(item.out_MK, item.batch.hidden)
+
+
+def test_who_leaves_a_full_queue():
+    def items(*sizes, client):
+        return [Item(batch=batch(size, client=client), future=Waiting()) for size in sizes]
+
+    greedy, modest = items(30, 30, 30, client="greedy"), items(10, client="modest")
+    waiting = [*greedy, *modest]
+    assert last_in(waiting, batch(10, client="small"), 10) == [greedy[2]]
+    assert last_in(waiting, batch(10, client="greedy"), 10) == []
+    assert last_in(waiting, batch(70, client="as greedy"), 70) == [], "it would hold more than who has to go"
+    greedy[2].taken = 1  # a step has begun it
+    assert last_in(waiting, batch(10, client="small"), 10) == [greedy[1]]
+    assert last_in(modest, batch(10, client="small"), 10) == []
+    urgent = batch(60, client="urgent", priority=Priority.HIGH)
+    assert last_in(waiting, urgent, 60) == [greedy[1], greedy[0]], "by tokens over weight"
 
 
 class FakeRanks:
@@ -178,6 +281,82 @@ async def test_overload_names_the_limit_and_when_to_come_back(scheduler, ranks):
     ranks.gate.set()
     await asyncio.gather(*waiting, other)
     assert (await scheduler.submit(batch(1))).shape == (1, HIDDEN)
+
+
+async def test_a_full_queue_makes_room_for_a_small_client(scheduler, ranks):
+    ranks.gate.clear()
+    greedy = [asyncio.ensure_future(scheduler.submit(batch(8, client="greedy"))) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    small = asyncio.ensure_future(scheduler.submit(batch(3, client="small")))
+    await asyncio.sleep(0.01)
+    assert [call.done() for call in greedy] == [False] * 4 + [True]
+    with pytest.raises(Overloaded, match="this client's are most of them") as info:
+        await greedy[4]
+    assert info.value.retry_after_s > 0
+    assert scheduler.queued_tokens == 35
+    with pytest.raises(Overloaded, match="6 more would pass"):
+        await scheduler.submit(batch(6, client="greedy"))
+    ranks.gate.set()
+    assert (await small).shape == (3, HIDDEN)
+    assert [len(await call) for call in greedy[:4]] == [8] * 4
+    assert scheduler.queued_tokens == 0
+    assert scheduler.pushed_out == 1
+
+
+async def test_steps_of_consecutive_layers_are_in_flight_together(scheduler, ranks):
+    ranks.gate.clear()
+    calls = [asyncio.ensure_future(scheduler.submit(batch(2, layer=layer, client=str(layer)))) for layer in (1, 2, 3)]
+    await asyncio.sleep(0.02)
+    assert [plan.layer for plan in ranks.steps] == [1, 2], "two, and the third waits for one of them"
+    ranks.gate.set()
+    await asyncio.gather(*calls)
+    assert [plan.layer for plan in ranks.steps] == [1, 2, 3]
+
+
+class SlowRanks(FakeRanks):
+    """Each step takes `seconds`; one at a time, as the ranks do."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.busy = seconds, asyncio.Lock()
+
+    async def step(self, plan, parts):
+        async with self.busy:
+            await asyncio.sleep(self.seconds)
+            return await super().step(plan, parts)
+
+
+async def rounds(scheduler, clients, count):
+    """Each client sends again as soon as it has its answer."""
+
+    async def one(number):
+        for _ in range(count):
+            await scheduler.submit(batch(1, client=str(number)))
+
+    started = time.monotonic()
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    return time.monotonic() - started
+
+
+async def test_the_wait_for_joiners_ends_when_all_are_there_and_a_lone_client_never_waits():
+    patient = Scheduler(SchedulerConfig(join_wait_ms=1000, join_wait_share=1), SlowRanks(0.05))
+    assert await rounds(patient, 1, 5) < 0.5
+    assert await rounds(patient, 8, 5) < 1.0, "eight came back at once: nobody waits a second for a ninth"
+    await patient.close()
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.0, 0.08), (0.5, 0.2)])
+async def test_the_wait_for_joiners_is_never_more_than_its_share_of_a_step(share, most):
+    scheduler = Scheduler(SchedulerConfig(join_wait_ms=1000, join_wait_share=share), SlowRanks(0.2))
+    await rounds(scheduler, 2, 3)
+    scheduler._joined_last = 100  # many were there a moment ago, and are gone
+    started = time.monotonic()
+    await scheduler.submit(batch(1))
+    took = time.monotonic() - started
+    assert took < 0.2 + most
+    if share:
+        assert took > 0.2 + 0.05, "it does wait for them"
+    await scheduler.close()
 
 
 async def test_a_request_above_the_queue_size_never_fits(scheduler):

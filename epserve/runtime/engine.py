@@ -269,16 +269,7 @@ class Engine:
             ids, weights = routing.ids_Mt, routing.weights_Mt
             if ids.shape[1] > shape.top_k:
                 raise TooLarge(f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}")
-        return Batch(
-            layer=batch.layer,
-            hidden=hidden,
-            ids=ids,
-            weights=weights,
-            deadline=batch.deadline,
-            request_id=batch.request_id,
-            client=batch.client,
-            trace=batch.trace,
-        )
+        return replace(batch, ids=ids, weights=weights)
 
 
 __all__ = ["Batch", "Engine", "EngineStatus", "EpserveError", "RankStatus", "State"]

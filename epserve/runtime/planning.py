@@ -5,13 +5,25 @@ Legend: M tokens, K hidden size, t = top-k.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
+
+
+class Priority(IntEnum):
+    """The larger, the sooner. The numbers are weights: where the queue is full, a client's HIGH tokens get eight times the
+    share of its NORMAL ones. No class ever waits for another one to be empty, so none starves."""
+
+    LOW = 1
+    NORMAL = 8
+    HIGH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,8 @@ class Batch:
     deadline: float
     request_id: str = ""
     client: str = ""
+    """Whose share of the queue it uses."""
+    priority: Priority = Priority.NORMAL
     trace: Any = None
     """Comes back in the records of the request's steps, unread."""
 
@@ -41,14 +55,26 @@ class Batch:
         return self.hidden.shape[0]
 
     @property
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> Key:
         """Requests with equal keys can share a step."""
         return self.layer, self.mode, 0 if self.ids is None else self.ids.shape[1]
+
+    @property
+    def flow(self) -> Flow:
+        return self.client, self.priority
+
+
+Key = tuple[int, str, int]
+Flow = tuple[str, Priority]
+"""A client's requests of one priority: what gets a fair share."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
-    """A request in the queue. Rows before `taken` are in steps already; `done` counts finished rows."""
+    """A request in the queue. Rows before `taken` are in steps already; `done` counts finished rows.
+
+    start: in the queue's virtual time, when its first token would be served if every flow had its share.
+    """
 
     batch: Batch
     future: Any
@@ -56,6 +82,7 @@ class Item:
     done: int = 0
     attempts: int = 0
     out_MK: torch.Tensor | None = None
+    start: float = 0.0
     queued: float = field(default_factory=time.monotonic)
 
     @property
@@ -65,11 +92,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows start .. stop-1 of a request."""
+    """Rows start .. stop-1 of a request, in one of its attempts."""
 
     item: Item
     start: int
     stop: int
+    attempt: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -97,27 +125,57 @@ def split_evenly(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(base + (rank < extra) for rank in range(num_ranks))
 
 
-@dataclass(slots=True)
 class StepQueue:
-    """First in, first out over all layers and clients; what follows the head with the same key may join its step."""
+    """Requests in the order of their turn: fair queueing by tokens over flows, all layers together.
 
-    items: deque[Item] = field(default_factory=deque)
+    Each flow has a virtual clock that its tokens move on, by their number over its weight; the request whose *last* token is
+    due first is next (self-clocked fair queueing, which does what deficit round robin does without its rounds). A client
+    with ten thousand tokens in the queue therefore delays one with sixteen by those sixteen and the step that runs.
+    What has the same key may join the step of the next one, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Key, list[tuple[float, int, Item]]] = {}
+        self._again: deque[Item] = deque()  # of failed steps: before all others, each alone
+        self._clocks: dict[Flow, float] = {}
+        self._now = 0.0  # virtual time
+        self._numbers = itertools.count()
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self.items)
+        return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from self._again
+        for lane in self._lanes.values():
+            yield from (item for _, _, item in lane)
+
+    def next_joins(self) -> tuple[int, int]:
+        """Requests and tokens that the next step could have, were its size not limited."""
+        if self._again:
+            return 1, self._again[0].waiting
+        lane = self._next_lane() or ()
+        return len(lane), sum(item.waiting for _, _, item in lane)
 
     def add(self, item: Item) -> None:
-        self.items.append(item)
+        batch = item.batch
+        item.start = max(self._now, self._clocks.get(batch.flow, 0.0))
+        due = self._clocks[batch.flow] = item.start + batch.num_tokens / batch.priority
+        heapq.heappush(self._lanes.setdefault(batch.key, []), (due, next(self._numbers), item))
+        self._size += 1
 
     def put_back(self, items: Iterable[Item]) -> None:
         """To the front, in their order: they have waited longest."""
-        known = {id(item) for item in self.items}
-        self.items.extendleft(reversed([item for item in items if id(item) not in known]))
+        again = list(items)
+        moved = {id(item) for item in again}
+        self._keep(lambda item: id(item) not in moved)  # the rest of a long one still lay here
+        self._again.extendleft(reversed(again))
+        self._size += len(again)
 
     def drop_finished(self) -> None:
         """Forget requests whose callers are gone: cancelled, or past their deadline."""
-        if any(item.future.done() for item in self.items):
-            self.items = deque(item for item in self.items if not item.future.done())
+        if any(item.future.done() for item in self):
+            self._keep(lambda item: not item.future.done())
 
     def take(self, max_tokens: int) -> JoinedStep | None:
         """The next step, of at most `max_tokens` tokens. A longer request leaves its rest at the front.
@@ -125,25 +183,86 @@ class StepQueue:
         A request whose step failed before goes alone, so that one that breaks ranks takes no other one along.
         """
         self.drop_finished()
-        if not self.items:
+        if self._again:
+            item = self._again[0]
+            piece = _cut(item, max_tokens)
+            if not item.waiting:
+                self._again.popleft()
+                self._size -= 1
+            return JoinedStep(pieces=(piece,))
+        lane = self._next_lane()
+        if lane is None:
             return None
-        head = self.items[0]
-        key, alone, room = head.batch.key, head.attempts > 0, max_tokens
+        head, room = lane[0][2], max_tokens
         pieces: list[Piece] = []
-        rest: deque[Item] = deque()
-        for item in self.items:
-            joins = item is head or (not alone and item.attempts == 0 and item.batch.key == key and room > 0)
-            if not joins:
-                rest.append(item)
-                continue
-            count = min(item.waiting, room)
-            pieces.append(Piece(item=item, start=item.taken, stop=item.taken + count))
-            item.taken += count
-            room -= count
-            if item.waiting:
-                rest.append(item)
-        self.items = rest
+        while lane and room > 0:
+            item = lane[0][2]
+            pieces.append(_cut(item, room))
+            room -= pieces[-1].num_tokens
+            if not item.waiting:
+                heapq.heappop(lane)
+                self._size -= 1
+        # Up to where the one whose turn it was got; those that joined it were ahead of theirs.
+        self._now = max(self._now, head.start + head.taken / head.batch.priority)
+        self._forget_clocks()
         return JoinedStep(pieces=tuple(pieces))
+
+    def _next_lane(self) -> list[tuple[float, int, Item]] | None:
+        lanes = [lane for lane in self._lanes.values() if lane]
+        return min(lanes, key=lambda lane: lane[0][:2]) if lanes else None
+
+    def _keep(self, wanted) -> None:
+        self._again = deque(filter(wanted, self._again))
+        for lane in self._lanes.values():
+            kept = [entry for entry in lane if wanted(entry[2])]
+            if len(kept) < len(lane):
+                heapq.heapify(kept)
+                lane[:] = kept
+        self._size = len(self._again) + sum(map(len, self._lanes.values()))
+
+    def _forget_clocks(self) -> None:
+        """Of flows that are back at the present: there are as many as there have been connections."""
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane}
+        if not self._size:
+            self._clocks.clear()
+            self._now = 0.0
+        elif len(self._clocks) > 2 * self._size + 64:
+            self._clocks = {flow: clock for flow, clock in self._clocks.items() if clock > self._now}
+
+
+def _cut(item: Item, room: int) -> Piece:
+    """Takes up to `room` rows."""
+    start = item.taken
+    item.taken += min(item.waiting, room)
+    return Piece(item=item, start=start, stop=item.taken, attempt=item.attempts)
+
+
+def last_in(waiting: Iterable[Item], newcomer: Batch, needed: int) -> list[Item]:
+    """Those that have to go so that `newcomer` finds `needed` tokens' place in a full queue; the last that came go first.
+
+    Of flows that would still hold more than the newcomer's own then, by tokens over weight; never what a step has begun.
+    `waiting`: of one layer, in the order of arrival. Empty when nobody holds too much: the newcomer is refused.
+    """
+    held: dict[Flow, float] = {}
+    queues: dict[Flow, list[Item]] = {}
+    for item in waiting:
+        batch = item.batch
+        held[batch.flow] = held.get(batch.flow, 0.0) + batch.num_tokens / batch.priority
+        if not item.taken and not item.attempts and not item.future.done():
+            queues.setdefault(batch.flow, []).append(item)
+    mine = held.get(newcomer.flow, 0.0) + newcomer.num_tokens / newcomer.priority
+    going: list[Item] = []
+    while needed > 0:
+        flow = max((flow for flow in queues if queues[flow]), key=lambda flow: held[flow], default=None)
+        if flow is None or flow == newcomer.flow:
+            return []
+        item = queues[flow].pop()
+        held[flow] -= item.batch.num_tokens / item.batch.priority
+        if held[flow] < mine:
+            return []
+        going.append(item)
+        needed -= item.batch.num_tokens
+    return going
 
 
 def shards(step: JoinedStep, tokens_per_rank: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -164,6 +283,8 @@ def hand_out(step: JoinedStep, out_MK: torch.Tensor) -> list[Item]:
     for piece in step.pieces:
         item, rows = piece.item, out_MK[first : first + piece.num_tokens]
         first += piece.num_tokens
+        if piece.attempt != item.attempts:
+            continue  # another step of the request failed meanwhile: it starts anew
         if piece.num_tokens == item.batch.num_tokens:
             item.out_MK = rows
         else:

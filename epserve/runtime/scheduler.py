@@ -7,6 +7,7 @@ on the rebuilt ranks, so that callers see latency rather than errors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from epserve.config import SchedulerConfig
 from epserve.errors import DeadlineExceeded, EpserveError, InternalError, NotReady, Overloaded, RankFailed, TooLarge
 from epserve.worker import StepPlan
 
-from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, shards, split_evenly
+from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, shards, split_evenly
 from .records import StepPart, StepRecord
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2  # one computes while the next one's bytes travel
 MAX_ATTEMPTS = 3  # the third time a request is in a failing step, the request is what ranks fail on
 MISSING = "experts are missing while a rank is replaced (engine.when_experts_missing is refuse); try again later"
-RATE_DECAY = 0.8  # of the moving average of tokens per second behind retry_after_s
+RATE_DECAY = 0.8  # of the moving averages: tokens per second behind retry_after_s, seconds behind the wait for joiners
+TIMER_S = 0.001  # epoll's timeouts are whole milliseconds, rounded up
 
 
 class Ranks(Protocol):
@@ -51,17 +53,18 @@ class Scheduler:
         """wait_for_ranks: requests wait while ranks are replaced; False: they get RankFailed at once."""
         self._config, self._ranks, self._wait = config, ranks, wait_for_ranks
         self._queue = StepQueue()
-        self._open: set[Item] = set()  # accepted, and not answered yet
+        self._open: dict[Item, None] = {}  # accepted, and not answered yet; in the order of arrival
         self._queued: Counter[int] = Counter()  # tokens of those, per layer
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task] = set()
         self._joined_last = 1
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = self._step_s = 0.0
         self._next_step = 0
         self.on_step: Callable[[StepRecord], None] = lambda record: None
         """Called after each step that went well."""
         self.steps_done = 0
         self.replays = 0
+        self.pushed_out = 0  # requests that left a full queue for another client's
         self._loop_task = asyncio.ensure_future(self._dispatch())
 
     @property
@@ -74,7 +77,7 @@ class Scheduler:
         self._admit(batch)
         item = Item(batch=batch, future=asyncio.get_running_loop().create_future())
         self._queued[batch.layer] += batch.num_tokens
-        self._open.add(item)
+        self._open[item] = None
         self._queue.add(item)
         self._wake.set()
         try:
@@ -82,8 +85,12 @@ class Scheduler:
         except TimeoutError:
             raise self._too_late(item) from None
         finally:
-            self._open.discard(item)
-            self._queued[batch.layer] -= batch.num_tokens
+            self._settle(item)
+
+    def _settle(self, item: Item) -> None:
+        if item in self._open:
+            del self._open[item]
+            self._queued[item.batch.layer] -= item.batch.num_tokens
 
     def refuse_waiting(self) -> None:
         """Experts are missing: unless requests shall wait for them, all that wait now are refused."""
@@ -117,12 +124,26 @@ class Scheduler:
         if batch.num_tokens > limit:
             raise TooLarge(f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once")
         if queued + batch.num_tokens > limit:
-            delay = min(max(queued / self._tokens_per_s, 0.05), 5.0) if self._tokens_per_s else 0.5
+            self._make_room(batch, queued + batch.num_tokens - limit)
+
+    def _make_room(self, batch: Batch, needed: int) -> None:
+        """In a full queue, at the cost of whoever holds most of it. Raises Overloaded where nobody holds more than `batch`."""
+        queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
+        delay = min(max(queued / self._tokens_per_s, 0.05), 5.0) if self._tokens_per_s else 0.5
+        full = f"the limit of {limit} (scheduler.max_queued_tokens); try again in {delay:.2f} s"
+        going = last_in((item for item in self._open if item.batch.layer == batch.layer), batch, needed)
+        if not going:
             raise Overloaded(
-                f"layer {batch.layer} has {queued} tokens queued, {batch.num_tokens} more would pass the limit of"
-                f" {limit} (scheduler.max_queued_tokens); try again in {delay:.2f} s",
+                f"layer {batch.layer} has {queued} tokens queued, {batch.num_tokens} more would pass {full}",
                 retry_after_s=delay,
             )
+        for item in going:
+            text = (
+                f"layer {batch.layer} has {queued} tokens queued, this client's are most of them and another one came:"
+            )
+            item.future.set_exception(Overloaded(f"{text} {full}", retry_after_s=delay))
+            self._settle(item)
+            self.pushed_out += 1
 
     def _too_late(self, item: Item) -> EpserveError:
         if item.attempts or not self._ranks.serving.is_set():
@@ -139,10 +160,8 @@ class Scheduler:
             if not self._ranks.serving.is_set():
                 await self._ranks.serving.wait()
                 continue
-            if not self._running and self._joined_last > 1:
-                # Idle ranks and several clients at work: a short wait joins the next requests of all of them. A lone
-                # client never waits, since nobody would come.
-                await asyncio.sleep(self._config.join_wait_ms / 1000)
+            if not self._running:
+                await self._wait_for_joiners()
             step = self._queue.take(self._config.max_step_tokens)
             if step is None:
                 continue
@@ -151,6 +170,25 @@ class Scheduler:
             self._running.add(task)
             task.add_done_callback(self._ended)
             await asyncio.sleep(0)  # the task submits to the ranks before the next step is made
+
+    async def _wait_for_joiners(self) -> None:
+        """Idle ranks and several clients at work: a short wait joins the next requests of all of them.
+
+        Until as many are there as shared the last step (a lone client never waits, since nobody would come) or the step is
+        full; at most `join_wait_ms`, and at most `join_wait_share` of what steps take.
+        """
+        config = self._config
+        end = time.monotonic() + min(config.join_wait_ms / 1000, config.join_wait_share * self._step_s)
+        while (left := end - time.monotonic()) > 0:
+            requests, tokens = self._queue.next_joins()
+            if requests >= self._joined_last or tokens >= config.max_step_tokens:
+                return
+            self._wake.clear()
+            if left <= TIMER_S:
+                await asyncio.sleep(0)  # a timer would come late; the ranks are idle, and so is the processor
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), left - TIMER_S)
 
     def _ended(self, task: asyncio.Task) -> None:
         self._running.discard(task)
@@ -172,8 +210,9 @@ class Scheduler:
             self._fail([piece.item for piece in step.pieces], InternalError(f"step {plan.step}: {error}"))
             return
         self.steps_done += 1
-        rate = step.num_tokens / max(time.monotonic() - start, 1e-6)
-        self._tokens_per_s = RATE_DECAY * self._tokens_per_s + (1 - RATE_DECAY) * rate if self._tokens_per_s else rate
+        seconds = max(time.monotonic() - start, 1e-6)
+        self._tokens_per_s = _average(self._tokens_per_s, step.num_tokens / seconds)
+        self._step_s = _average(self._step_s, seconds)
         for item in hand_out(step, out_MK):
             if not item.future.done():
                 item.future.set_result(item.out_MK)
@@ -199,6 +238,10 @@ class Scheduler:
         for item in items:
             if not item.future.done():
                 item.future.set_exception(error)
+
+
+def _average(before: float, now: float) -> float:
+    return RATE_DECAY * before + (1 - RATE_DECAY) * now if before else now
 
 
 def _record(plan: StepPlan, step: JoinedStep, start: float) -> StepRecord:

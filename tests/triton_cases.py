@@ -1,7 +1,7 @@
 """Inputs for the Triton experts and the float64 truth, for the interpreter (CPU) and for a GPU alike.
 
-python -m tests.triton_cases [WORD ...]          every case on the GPU of this machine, or those with a WORD in their reason;
-                                            exit status 1 when one is wrong
+python -m tests.triton_cases [-v] [WORD ...]     every case on the GPU of this machine, or those with a WORD in their reason or
+                                            scheme; one line each with -v or a WORD; exit status 1 when one is wrong
 """
 
 from __future__ import annotations
@@ -178,6 +178,17 @@ SPECIALISED = [
          tiles=special(bk=128)),
 ]  # fmt: skip
 """The interpreter cannot run these: they need a GPU of compute capability 9.0."""
+
+FOUR_BITS = [
+    Case(why=f"{scheme} weights, {what}", scheme=scheme, hidden=hidden, intermediate=intermediate, local=2, total=2,
+         tokens=tokens, dtype=dtype)
+    for scheme, hidden, intermediate in (("int4", 1024, 768), ("mxfp4", 1440, 736), ("nvfp4", 1040, 528))
+    for what, tokens, dtype in (("one token", 1, BF16), ("thin, float16", 16, torch.float16), ("sorted in one launch", 90, BF16),
+                                ("thick", 600, BF16))
+]  # fmt: skip
+"""Sizes that the interpreter would take minutes for."""
+
+ALL = CASES + SPECIALISED + FOUR_BITS
 
 
 def make_weights(case: Case, device: str, seed: int = 1) -> tuple[ExpertWeights, tuple[torch.Tensor, torch.Tensor]]:
@@ -382,7 +393,7 @@ def _to_batched(case: Case, x, scales, routing: Routing, capacity: int, fill: fl
 
 def check(job: tuple[int, bool]) -> tuple[bool, str]:
     """One case on the GPU: is it right, and what was seen."""
-    case, batched = (CASES + SPECIALISED)[job[0]], job[1]
+    case, batched = ALL[job[0]], job[1]
     name = f"{'batched ' if batched else 'standard'} {case.why}"
     try:
         out, want = run_batched(case, "cuda", capacity=case.tokens + 5) if batched else run_standard(case, "cuda")
@@ -395,12 +406,14 @@ def check(job: tuple[int, bool]) -> tuple[bool, str]:
 
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "-v"]
-    jobs = [(i, batched) for i, case in enumerate(CASES + SPECIALISED) for batched in (False, True)
-            if (case.tokens or not batched) and (not words or any(word in case.why for word in words))]  # fmt: skip
+    chosen = [
+        i for i, case in enumerate(ALL) if not words or any(word in f"{case.why}, {case.scheme}" for word in words)
+    ]
+    jobs = [(i, batched) for i in chosen for batched in (False, True) if ALL[i].tokens or not batched]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         results = list(pool.map(check, jobs))
     for ok, text in results:
-        if not ok or "-v" in sys.argv:
+        if not ok or words or "-v" in sys.argv:
             print("ok " if ok else "BAD", text)
     bad = sum(not ok for ok, _ in results)
     print(f"{bad} wrong of {len(jobs)}")

@@ -1,0 +1,118 @@
+"""What `layer.py` and `scaling.py` measure: a whole DeepSeek-V3 layer on every rank over one all-to-all backend.
+
+A layer's time is from tokens and their routing to the result: dispatch, experts, combine and the shared expert, which runs
+while the dispatch is under way. The gate is the same for all and is timed by itself. Each case is checked before and after it is
+timed: four rows of every rank against float32 on the same weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+import all2all
+import experts
+from benchmarks.all2all import Ranks, Unavailable, elapsed_us, mark, time_graph
+from epserve.modular_kernel import FusedMoEActivationFormat, PrepareFinalizeOptions, RankContext
+from epserve.synthetic import LayerSizes, SyntheticLayer, reasons
+
+TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}  # relative L2 error
+BATCHED_CAP = 128  # tokens a rank: batched formats lay out this many rows for every expert and rank
+REPLICAS = "replicas"
+EAGER_CALLS = 20
+KEPT: list[SyntheticLayer] = []
+"""The latest layer of this process: its weights, compiled experts and workspaces serve the next one of the same spec."""
+
+
+def measure(
+    backend: str, ranks: Ranks, sizes: LayerSizes, tokens: Sequence[int]
+) -> Iterator[tuple[SyntheticLayer, dict]]:
+    """A cell for each number of tokens. `replicas`: every rank runs all experts on its own tokens, nothing crosses."""
+    context, all2all_name = RankContext(device=ranks.device), "local"
+    if backend != REPLICAS:
+        group = dist.group.WORLD if ranks.world > 1 else None
+        all2all_name, context = backend, RankContext(
+            rank=ranks.rank, world_size=ranks.world, device=ranks.device, group=group
+        )  # fmt: skip
+    experts_name = fitting_experts(all2all_name, sizes, context)
+    batched = FusedMoEActivationFormat.BatchedExperts in experts.REGISTRY.get(experts_name).activation_formats()
+    cap = min(BATCHED_CAP, max(tokens)) if batched else max(tokens)
+    reuse = KEPT.pop() if KEPT and KEPT[0].spec == sizes.spec(context.world_size, ranks.device.type) else None
+    KEPT.clear()
+    options = PrepareFinalizeOptions(max_tokens_per_rank=cap)
+    layer = SyntheticLayer(
+        context, sizes, all2all_name=all2all_name, experts_name=experts_name, options=options, reuse=reuse
+    )
+    layer.warm_up()
+    ranks.gather(None)
+    for num_tokens in tokens:
+        if batched and num_tokens > cap:
+            continue
+        counts = (num_tokens,) * context.world_size
+        x = layer.tokens(num_tokens)
+        routing = layer.gate(x)
+
+        def call(x=x, routing=routing, counts=counts) -> torch.Tensor:
+            return layer.routed(x, routing, counts)
+
+        errors = [check(ranks, layer, x, routing, call())]
+        graphed = layer.can_graph and ranks.device.type == "cuda"
+        us, out = time_call(call, ranks, graphed=graphed)
+        errors.append(check(ranks, layer, x, routing, out))
+        cell = {"backend": backend, "experts": experts_name, "world": ranks.world, "scheme": sizes.scheme}
+        cell |= {"tokens": num_tokens, "us": us, "graph": graphed, "error": max(errors)}
+        yield layer, cell | {"tokens_per_s": num_tokens * ranks.world / us * 1e6}
+    layer.close()
+    KEPT.append(layer)
+
+
+def fitting_experts(all2all_name: str, sizes: LayerSizes, context: RankContext) -> str:
+    """Ours where they run, else torch's, else the oracle. Raises Unavailable with every reason."""
+    manager = all2all.REGISTRY.get(all2all_name)
+    devices = manager.prepare_finalize.capability.devices
+    if context.device.type not in devices:
+        raise Unavailable(f"{all2all_name} needs {' or '.join(sorted(devices))}")
+    if missing := manager.unavailable():
+        raise Unavailable(missing)
+    why = []
+    for name in ("triton", "triton_batched", "grouped_mm", "batched_mm", "loop", "batched_loop"):
+        if name not in experts.REGISTRY.names():
+            continue
+        found = reasons(all2all_name, name, sizes.spec(context.world_size, context.device.type))
+        if not found:
+            return name
+        if not found[0].startswith("prepare delivers"):
+            why += [f"{name}: {reason}" for reason in found]
+    raise Unavailable("; ".join(why))
+
+
+def check(ranks: Ranks, layer: SyntheticLayer, x, routing, out: torch.Tensor) -> float:
+    """Relative L2 error, the largest of all ranks. Raises ValueError above the scheme's tolerance."""
+    error = layer.error(x, routing, out)
+    worst = max(float("inf") if each != each else each for each in ranks.gather(error))
+    if not worst <= TOLERANCE[layer.sizes.scheme]:
+        raise ValueError(f"wrong output, relative L2 error {worst:.3g}, allowed {TOLERANCE[layer.sizes.scheme]:g}")
+    return worst
+
+
+def time_call(call: Callable[[], torch.Tensor], ranks: Ranks, *, graphed: bool) -> tuple[float, torch.Tensor]:
+    """us of one call, the slowest rank's median, and the last result. As a replayed CUDA graph of ten, or eagerly."""
+    if graphed:
+        us, out = time_graph(call, ranks)
+        return max(ranks.gather(us)), out
+    on_cpu = ranks.device.type == "cpu"
+    for _ in range(1 if on_cpu else 3):
+        out = call()
+    ranks.gather(None)
+    marks = [mark(ranks.device)]
+    for _ in range(3 if on_cpu else EAGER_CALLS):
+        out = call()
+        marks.append(mark(ranks.device))
+    if not on_cpu:
+        torch.cuda.synchronize()
+    median = statistics.median(elapsed_us(start, end) for start, end in itertools.pairwise(marks))
+    return max(ranks.gather(median)), out

@@ -1,0 +1,254 @@
+"""A whole DeepSeek-V3 layer over each all-to-all backend, and over bare DeepEP with the best peer's experts. One host's GPUs.
+
+    python -m benchmarks.layer --json layer.json                     # every GPU, E = 32 a GPU, bf16 and block fp8
+    python -m benchmarks.layer --only nvlink deepep_ll --schemes fp8_block --tokens 128
+    python -m benchmarks.layer --cpu                                  # gloo ranks, small sizes: the plumbing alone
+
+Hidden 7,168, intermediate 2,048, 32 experts a rank, top-8, one shared expert in bf16. Times: see `benchmarks/ep_layer.py`.
+
+Baseline: dispatch + the peer's experts + combine + the shared expert, one after the other, each timed by itself; nothing is
+charged for what lies between. The bare calls run in the same processes, on the very buffer that ours used before; low latency in
+a CUDA graph. The peer's experts are, each stated in the JSON:
+    stored     the fastest peer of `peers/h200.csv` for as many (token, local expert) pairs, extrapolated above 16,384
+    rate       those operations at the highest rate that any peer has in any cell of that table: nobody showed it here
+    torch      torch's grouped GEMMs on the rows that arrived, timed in this run (bf16 only)
+    floor      operations or bytes at the chip's rate: what no experts can beat
+ratio = ours / baseline. Peers' times are of another machine of the same kind; torch's, timed on both, tells the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
+from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case, scale_rows
+from benchmarks.ep_layer import BATCHED_CAP, measure, time_call
+from benchmarks.expert_inputs import Inputs
+from benchmarks.peer_times import best_peer, best_rate, floor_us
+from benchmarks.torch_peer import TorchGroupedMM
+from epserve.gate import route
+from epserve.synthetic import LayerSizes, SyntheticLayer, gate_weights, shared_expert
+
+BACKENDS = ("nvlink", "deepep_ht", "all_to_all", "allgather_reducescatter", "deepep_ll", "all_to_all_batched")
+PARTS = "parts"
+EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight
+DTYPES = {"none": "bf16", "fp8_block": "fp8_block"}
+
+
+def run(job: str, ranks: Ranks, options):
+    """Cells of one job, `backend/scheme`: of ours and, where the backend is DeepEP's, of the bare calls too."""
+    backend, scheme = job.split("/")
+    sizes = layer_sizes(options, scheme)
+    if backend == PARTS:
+        yield from parts(ranks, sizes, options.tokens)
+        return
+    for layer, cell in measure(backend, ranks, sizes, options.tokens):
+        yield cell
+        if backend in ("deepep_ht", "deepep_ll"):
+            yield from bare(backend, ranks, layer, cell["tokens"])
+
+
+def layer_sizes(options, scheme: str) -> LayerSizes:
+    return LayerSizes(
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        shared=options.intermediate,
+        scheme=scheme,
+    )
+
+
+def parts(ranks: Ranks, sizes: LayerSizes, tokens: list[int]):
+    """The gate, and the shared expert with the sum, each by itself."""
+    gate, shared = gate_weights(sizes, ranks.device), shared_expert(sizes, ranks.device)
+    for num_tokens in tokens:
+        x = torch.randn((num_tokens, sizes.hidden), device=ranks.device).to(sizes.dtype)
+        out = torch.empty_like(x)
+
+        def add_shared(x=x, out=out):
+            return out.add_(shared(x))
+
+        def choose(x=x):
+            return route(x, gate, sizes.gate).weights_Mt
+
+        graphed = ranks.device.type == "cuda"
+        for name, call in (("gate", choose), ("shared", add_shared)):
+            us, _ = time_call(call, ranks, graphed=graphed)
+            yield {"backend": name, "scheme": sizes.scheme, "tokens": num_tokens, "us": us, "graph": graphed}
+
+
+class OnOurBuffer:
+    """A bare candidate whose library buffer is the one of our own backend."""
+
+    def __init__(self, backend: str, layer: SyntheticLayer, fp8: bool):
+        pf, ranks = layer.kernel.prepare_finalize, layer.ranks
+        spec = layer.spec
+        case = Case(
+            rank=ranks.rank, world=ranks.world_size, device=ranks.device, hidden=spec.shape.hidden,
+            experts=spec.shape.num_experts, topk=spec.shape.top_k, max_tokens=pf.options.max_tokens_per_rank,
+            largest_hidden=spec.shape.hidden, largest_experts=spec.shape.num_experts,
+        )  # fmt: skip
+        self.case, self.fp8 = case, fp8
+        self.buffer = pf.buffer if backend == "deepep_ht" else pf.shared.buffer
+        self.cap = pf.options.max_tokens_per_rank
+
+
+class HighThroughput(OnOurBuffer, BareHighThroughput):
+    pass
+
+
+class LowLatency(OnOurBuffer, BareLowLatency):
+    def prepare(self):
+        received, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            self.x, self.ids, self.cap, self.case.experts, use_fp8=self.fp8
+        )
+        return SimpleNamespace(x=received, counts=counts, handle=handle)
+
+
+def bare(backend: str, ranks: Ranks, layer: SyntheticLayer, num_tokens: int):
+    """Dispatch and combine of the library alone, and for bf16 rows torch's experts on what arrived."""
+    fp8 = layer.sizes.scheme == "fp8_block"
+    candidate = (HighThroughput if backend == "deepep_ht" else LowLatency)(backend, layer, fp8)
+    x = layer.tokens(num_tokens)
+    routing = layer.gate(x)
+    candidate.load(x, routing.ids_Mt, routing.weights_Mt)
+    state = candidate.prepare()
+    y = candidate.identity(state)
+    out = candidate.finalize(state, y)
+    want = candidate.expected(x, routing.weights_Mt)
+    error = max(ranks.gather(((out.float() - want).norm() / want.norm()).item()))
+    if not error < (5e-2 if fp8 else 1e-2):
+        raise ValueError(f"bare {backend}: wrong output, relative L2 error {error:.3g}")
+    cell = {"backend": f"bare_{backend}", "scheme": layer.sizes.scheme, "tokens": num_tokens, "error": error}
+    if backend == "deepep_ll":
+        both, _ = time_graph(lambda: candidate.finalize(candidate.prepare(), y), ranks)
+        dispatch, state = time_graph(candidate.prepare, ranks)
+        combine, _ = time_graph(lambda: candidate.finalize(state, y), ranks)
+    else:
+        dispatch, combine = time_eager(candidate, y, ranks)
+        both = dispatch + combine
+    times = [max(each) for each in zip(*ranks.gather((dispatch, combine, both)), strict=True)]
+    yield cell | {"us": times[2], "dispatch_us": times[0], "combine_us": times[1], "graph": backend == "deepep_ll"}
+    if backend == "deepep_ht" and not fp8:
+        yield torch_experts(ranks, layer, candidate, num_tokens)
+
+
+def torch_experts(ranks: Ranks, layer: SyntheticLayer, candidate: HighThroughput, num_tokens: int) -> dict:
+    """torch's grouped GEMMs on the rows that DeepEP delivered; and the whole chain with them, for real."""
+    peer = TorchGroupedMM(layer.raw_weights, layer.sizes.top_k)
+    assert layer.shared is not None
+
+    def inputs(state) -> Inputs:
+        ids = state.ids.int()
+        return Inputs(x=state.x, ids_local=ids, weights=state.weights, pairs=0, active=0)
+
+    state = candidate.prepare()
+    arrived = inputs(state)
+    pairs = int((arrived.ids_local >= 0).sum())
+    candidate.finalize(state, scale_rows(state.x, state.weights, state.ids >= 0))
+    us, _ = time_graph(lambda: peer.run(arrived), ranks)
+
+    def chain() -> torch.Tensor:
+        state = candidate.prepare()
+        out = candidate.finalize(state, peer.run(inputs(state)))
+        return out + layer.shared(candidate.x)
+
+    chain_us, _ = time_call(chain, ranks, graphed=False)
+    worst = [max(each) for each in zip(*ranks.gather((us, pairs)), strict=True)]
+    cell = {"backend": "torch_experts", "scheme": "none", "tokens": num_tokens, "us": worst[0], "graph": True}
+    return cell | {"chain_us": chain_us, "pairs": worst[1]}
+
+
+def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
+    """Ours against each baseline, in one row; what was not measured is left out."""
+    at = {cell["backend"]: cell for cell in cells if (cell["scheme"], cell["tokens"]) == (scheme, tokens)}
+    ours = {name: at[name]["us"] for name in BACKENDS if name in at}
+    row: dict = {"scheme": scheme, "tokens": tokens, "ours_us": ours, "baselines": {}, "ratios": {}}
+    row |= {f"{name}_us": at[name]["us"] for name in ("gate", "shared") if name in at}
+    pairs = tokens * 8  # top-8, as many as every rank sends
+    dtype = DTYPES[scheme]
+    peers = {"stored": best_peer(dtype, pairs), "rate": best_rate(dtype, pairs)}
+    peers["floor"] = {"peer": "none", "us": floor_us(dtype, pairs), "how": "the chip's rate"}
+    if "torch_experts" in at:
+        peers["torch"] = {"peer": "torch_gmm", "us": at["torch_experts"]["us"], "how": "this run"}
+        row["torch_chain_us"] = at["torch_experts"]["chain_us"]
+    for mode in ("deepep_ht", "deepep_ll"):
+        if f"bare_{mode}" not in at or "shared" not in at:
+            continue
+        for name, peer in peers.items():
+            us = at[f"bare_{mode}"]["us"] + peer["us"] + at["shared"]["us"]
+            row["baselines"][f"bare_{mode} + {name}"] = {"us": us, "experts": peer}
+    for name, us in ours.items():
+        row["ratios"][name] = {base: us / value["us"] for base, value in row["baselines"].items()}
+    over_deepep = [ours[name] for name in ("deepep_ht", "deepep_ll") if name in ours]
+    if over_deepep and "nvlink" in ours:
+        row["nvlink_over_better_deepep"] = ours["nvlink"] / min(over_deepep)
+    return row
+
+
+def print_rows(rows: list[dict]) -> None:
+    for row in rows:
+        ours = "  ".join(f"{name} {us:.1f}" for name, us in row["ours_us"].items())
+        beside = "  ".join(f"{name} {row[f'{name}_us']:.1f}" for name in ("gate", "shared") if f"{name}_us" in row)
+        print(f"\n{DTYPES[row['scheme']]}, {row['tokens']} tokens a rank, us: {ours} | {beside}")
+        for name, base in row["baselines"].items():
+            ratios = "  ".join(f"{mine} {each[name]:.3f}" for mine, each in row["ratios"].items())
+            peer = base["experts"]
+            print(f"  {name:20} {base['us']:8.1f} ({peer['peer']}, {peer['how']}): ours/this {ratios}")
+        if "nvlink_over_better_deepep" in row:
+            print(f"  nvlink / ours over the better DeepEP mode: {row['nvlink_over_better_deepep']:.3f} (goal 0.85)")
+        mode = "deepep_ll" if row["tokens"] <= BATCHED_CAP else "deepep_ht"
+        for base in (base for base in row["baselines"] if base.startswith(f"bare_{mode}") and "floor" not in base):
+            best = min(row["ratios"], key=lambda name: row["ratios"][name][base])
+            print(f"  best of ours / {base}: {row['ratios'][best][base]:.3f} ({best}; goal 0.90)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--schemes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
+    parser.add_argument("--tokens", nargs="+", type=int, help="per rank")
+    parser.add_argument("--world", type=int, help="ranks; default: every GPU, or 2 with --cpu")
+    parser.add_argument("--cpu", action="store_true", help="gloo ranks, small sizes")
+    parser.add_argument("--limit-s", type=float, default=120, help="the longest that a rank waits for another")
+    parser.add_argument("--budget-s", type=float, default=500, help="what has not ended by then is left out")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--commit", default="", help="recorded in the result")
+    options = parser.parse_args()
+    options.world = options.world or (2 if options.cpu else torch.cuda.device_count())
+    if options.world < 2 or (not options.cpu and options.world > torch.cuda.device_count()):
+        parser.error(f"{options.world} ranks on {torch.cuda.device_count()} GPUs: 2 or more are needed, or --cpu")
+    small = options.cpu
+    options.hidden, options.intermediate, options.top_k = (256, 128, 3) if small else (7168, 2048, 8)
+    options.experts = options.world * (8 if small else EXPERTS_PER_RANK)
+    options.tokens = options.tokens or ([1, 16] if small else [1, 128, 4096])
+    options.json_path, options.json = options.json, None
+    jobs = [f"{name}/{scheme}" for scheme in options.schemes for name in (PARTS, *options.only)]
+    begin = time.monotonic()
+    cells, failures = supervise(jobs, options, run, stop=begin + options.budget_s)
+    rows = [compare(cells, s, t) for s in options.schemes for t in options.tokens] if not small else []
+    for cell in cells:
+        print(json.dumps(cell))
+    print_rows(rows)
+    for name, error in failures.items():
+        print(f"{name}: {error}")
+    gpu = None if small else torch.cuda.get_device_name()
+    meta = {"gpu": gpu, "world": options.world, "torch": torch.__version__, "commit": options.commit,
+            "date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - begin)}  # fmt: skip
+    if options.json_path:
+        report = {"meta": meta, "rows": rows, "cells": cells, "failures": failures}
+        options.json_path.write_text(json.dumps(report, indent=1))
+    wrong = [error for error in failures.values() if not error.startswith("not available")]
+    return 1 if wrong or not cells else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

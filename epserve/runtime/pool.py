@@ -32,8 +32,9 @@ from .cluster import Gang
 from .failure import Failure, RankLost, root_cause
 from .members import Agents, Member, answer, call_all, check_distinct_gpus
 from .rank import GroupAddress, StoreActor
+from .shm import Arena
 from .spares import Spares
-from .supervisor import SETTLE_S, Recovery, Supervisor
+from .supervisor import SETTLE_S, Marks, Recovery, Supervisor
 from .transport import LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Pool:
         )
         self.supervisor, self.changes = Supervisor(self), Changes(self)
         self._store: Any = None
+        self.arena: Arena | None = None
         self.members: list[Member] = []
         self.tokens_done: dict[int, int] = {}
         self.tokens_total = 0
@@ -88,6 +90,8 @@ class Pool:
     async def start(self) -> None:
         """Returns when every rank has loaded, joined and run a step. Raises the root cause of all ranks' reports."""
         engine = self.config.engine
+        if self.config.cluster.data_path != "sockets":
+            self.arena = Arena(self.config.cluster.shared_memory_bytes)
         await self.reserve(engine.ranks + engine.spares)
         self._store = self._new_store()  # imports torch while the ranks do
         self.members = [self.new_member(rank) for rank in range(engine.ranks)]
@@ -110,6 +114,8 @@ class Pool:
         """
         self.closing = True
         self.serving.clear()
+        if self.arena is not None:
+            self.arena.close()
         if not reachable:
             log.error("Ray's control service is gone: ending the ranks of this machine by their process ids")
             self._kill_here()
@@ -151,7 +157,7 @@ class Pool:
         if not self.serving.is_set():
             raise RankFailed("the ranks are being rebuilt")
         shape = self.plan.spec.shape
-        out_MK = torch.empty((sum(plan.tokens_per_rank), shape.hidden), dtype=shape.dtype)
+        out_MK = self.empty((sum(plan.tokens_per_rank), shape.hidden), shape.dtype)
         header = {
             "step": plan.step,
             "generation": self.generation,
@@ -178,6 +184,16 @@ class Pool:
             self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
         self._phases[plan.step] = tuple(future.result() for future in futures)
         return out_MK
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that reaches the ranks of this host without a copy, while there is room for such ones."""
+        shared = self.arena.empty(shape, dtype) if self.arena is not None else None
+        return shared if shared is not None else torch.empty(shape, dtype=dtype)
+
+    def buffer(self, nbytes: int) -> Any:
+        """As `empty`, for bytes."""
+        shared = self.arena.buffer(nbytes) if self.arena is not None and nbytes else None
+        return shared if shared is not None else bytearray(nbytes)
 
     def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
         """Each rank's seconds by phase, once, after `step` has returned."""
@@ -253,8 +269,8 @@ class Pool:
         for member, report in zip(new, reports, strict=True):
             member.report = report
 
-    async def unite(self) -> None:
-        """All members into the next generation of the group, as `arrangement` has them."""
+    async def unite(self, marks: Marks | None = None) -> None:
+        """All members into the next generation of the group, as `arrangement` has them. `marks` gets the stages."""
         limit = self.config.cluster.start_timeout_s
         self.generation += 1
         for rank, member in enumerate(self.members):
@@ -263,7 +279,12 @@ class Pool:
             self._group_address(),
             call_all(self.members, "leave", self.arrangement, timeout=limit, numbered=True),
         )
-        await call_all(self.members, "join", address, timeout=limit)
+        if marks is not None:
+            marks.add("leave")
+        parts = await call_all(self.members, "join", address, timeout=limit)
+        if marks is not None:
+            marks.add("join")
+            marks.seconds.update(max(parts, key=lambda each: sum(each.values())))
 
     def set_serving(self) -> None:
         if self.closing:
@@ -276,7 +297,11 @@ class Pool:
         self.on_state("serving")
 
     async def _connect(self, member: Member, address: LinkAddress) -> None:
-        member.link = await SocketLink.open(address, lambda: self.supervisor.lost(member))
+        if address.host and self.config.cluster.data_path == "shared_memory":
+            raise ConfigError(
+                f"cluster.data_path: shared_memory, but rank {member.rank} runs on another host ({address.host}); set auto"
+            )
+        member.link = await SocketLink.open(address, lambda: self.supervisor.lost(member), self.arena)
 
     def _new_store(self) -> Any:
         return ray.remote(max_restarts=0, num_cpus=0)(StoreActor).remote()

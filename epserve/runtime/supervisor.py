@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
@@ -36,12 +36,30 @@ class Recovery:
     """One finished recovery, for the log and the metrics.
 
     `by`: "spare", "copies" (the other ranks hold copies of all experts), "process" (a new one), "regroup" (nobody was lost).
+    `stages`: seconds of the attempt that succeeded, in order: "fence" (who is dead is known and ended), "weights" (a
+    newcomer holds its experts), "leave" (all are out of the old group), "join", of which the slowest rank spent "group" and "warm-up".
     """
 
     cause: str
     replaced: tuple[int, ...]
     by: str
     seconds: float
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+
+class Marks:
+    """Seconds between the stages of one attempt."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def add(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
 
 
 class Supervisor:
@@ -130,21 +148,24 @@ class Supervisor:
         for attempt in range(1_000_000):
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             try:
+                marks = Marks()
                 dead = await self._find_dead()
+                marks.add("fence")
                 if dead:
                     replaced.update(member.rank for member in dead)
                     by = self._replace(dead)
                 new = [member for member in pool.members if member.report is None]
                 await pool.prepare(new, pool.arrangement)
-                await pool.unite()
+                marks.add("weights")
+                await pool.unite(marks)
                 break
             except (EpserveError, RayError, OSError) as error:
                 log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
         seconds = time.monotonic() - start
         if not planned or replaced:
-            done = Recovery(cause=self.cause, replaced=tuple(sorted(replaced)), by=by, seconds=seconds)
+            done = Recovery(cause=self.cause, replaced=tuple(sorted(replaced)), by=by, seconds=seconds, stages=marks.seconds)
             self.recoveries.append(done)
-            log.warning("recovered in %.2f s by %s, lost ranks %s", seconds, by, list(done.replaced))
+            log.warning("recovered in %.2f s by %s, lost ranks %s (%s)", seconds, by, list(done.replaced), marks)
         self._rebuilding = None
         self.experts_missing = False
         pool.set_serving()

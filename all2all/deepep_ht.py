@@ -1,5 +1,8 @@
-"""DeepEP's high-throughput kernels: Standard format, a row to each rank that needs it. Dispatch waits on the host for
-the number of rows, so no CUDA graph can hold it."""
+"""DeepEP's high-throughput kernels: Standard format, a row to each rank that needs it.
+
+Where the numbers of tokens are known the library is told the most rows that can arrive, and nothing waits on the host;
+otherwise dispatch does, for the number of rows. No CUDA graph is made of either.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         rank_counts=frozenset(RANKS),
         max_hidden=MAX_HIDDEN,
         async_receive=True,
+        combine_orders=frozenset({"rank"}),
     )
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, buffer: Any):
@@ -70,18 +74,22 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return torch.int64
 
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        return self._start(x_MK, routing, beside=False)()
+        return self._start(x_MK, routing, sum(tokens_per_rank or ()), beside=False)()
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        return Receiver(self.book, self._start(x_MK, routing, beside=True))
+        return Receiver(self.book, self._start(x_MK, routing, sum(tokens_per_rank or ()), beside=True))
 
-    def _start(self, x_MK: torch.Tensor, routing: Routing, *, beside: bool):
-        """Dispatch; the host waits for the counts here, with `beside` the current stream does not for the rows."""
+    def _start(self, x_MK: torch.Tensor, routing: Routing, most: int, *, beside: bool):
+        """Dispatch. most: rows that arrive at most, 0 where nobody knows: the host waits for their number. With `beside`
+        the current stream does not wait for the rows."""
         if x_MK.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(f"{type(self).__name__} waits on the host in every dispatch: no CUDA graph can hold it")
+            raise ConfigError(
+                f"{type(self).__name__}: the host takes part in its dispatch (it waits for the number of rows where the"
+                " numbers of tokens are unknown), so no CUDA graph is made of it"
+            )
         wanted = self.experts.widen(routing)
         x = library.quantise(x_MK) if self.quantised else library.pad(x_MK, self.hidden)
-        received, ids, weights, handle, done = self._send(x, wanted, beside)
+        received, ids, weights, handle, done = self._send(x, wanted, most, beside)
         sent = (x, wanted)
 
         def finish() -> Prepared:
@@ -95,8 +103,11 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         return finish
 
-    def _send(self, x, wanted: library.LibraryIds, beside: bool):
-        """The library's calls of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event)."""
+    def _send(self, x, wanted: library.LibraryIds, most: int, beside: bool):
+        """The library's calls of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event).
+
+        With `most` as many rows come back; those behind the last real one are undefined and have ids of -1.
+        """
         timing = self._timing(beside)
         per_rank, _, per_expert, in_rank, laid_out = self.buffer.get_dispatch_layout(
             wanted.ids_Mt, self.experts.total, **timing
@@ -110,6 +121,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             num_tokens_per_expert=per_expert,
             topk_idx=wanted.ids_Mt,
             topk_weights=wanted.weights_Mt,
+            num_worst_tokens=most,
             **timing,
         )
         return received, ids, weights, (handle, per_rank, per_expert), done

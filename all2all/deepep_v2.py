@@ -22,7 +22,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
 
     capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
 
-    def _send(self, x, wanted, beside):
+    def _send(self, x, wanted, most, beside):
         received, ids, weights, handle, done = self.buffer.dispatch(
             x,
             topk_idx=wanted.ids_Mt,

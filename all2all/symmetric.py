@@ -317,7 +317,9 @@ class NvshmemHeap:
                 gather(ranks, None)
                 nvshmem.free_tensor(mine)
 
-        return Region(mine=mine, addresses=tuple(peer.data_ptr() for peer in peers), provider=cls.name, release=release)
+        addresses = tuple(peer.data_ptr() for peer in peers)
+        parts = tuple(torch.as_tensor(_CudaBytes(address, num_bytes), device=ranks.device) for address in addresses)
+        return Region(mine=mine, addresses=addresses, provider=cls.name, parts=parts, release=release)
 
 
 class TorchSymmetricMemory:

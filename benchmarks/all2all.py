@@ -157,8 +157,9 @@ def measure(candidate, case: Case, tokens: int, ranks: Ranks, copy_gbps: float) 
         round_trip, _ = time_graph(lambda: candidate.finalize(candidate.prepare(), y), ranks)
         dispatch, state = time_graph(candidate.prepare_again, ranks)
         y = candidate.identity(state)
-        if candidate.paired:
-            combine, out = round_trip - dispatch, candidate.finalize(candidate.prepare(), y)
+        if candidate.paired:  # rows may arrive in another order than in `state`
+            combine, state = round_trip - dispatch, candidate.prepare()
+            out = candidate.finalize(state, candidate.identity(state))
         else:
             combine, out = time_graph(lambda: candidate.finalize(state, y), ranks)
     else:

@@ -72,7 +72,7 @@ class Buffer:
         return in_rank.sum(0).int(), None, per_expert, in_rank, Event()
 
     def dispatch(self, x, *, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
-                 previous_event=None, async_finish=False, allocate_on_comm_stream=False):  # fmt: skip
+                 num_worst_tokens=0, previous_event=None, async_finish=False, allocate_on_comm_stream=False):  # fmt: skip
         rows, scales = x if isinstance(x, tuple) else (x, None)
         assert rows.is_contiguous() and rows.shape[1] * rows.element_size() % 32 == 0, "rows are moved in two halves"
         assert topk_weights.dtype == torch.float32 and torch.isfinite(topk_weights).all()
@@ -90,12 +90,20 @@ class Buffer:
             None if parts[0] is None else torch.cat(parts) for parts in zip(*got, strict=True)
         )
         received = received.view(rows.dtype)
+        if num_worst_tokens:
+            behind = num_worst_tokens - ids.shape[0]
+            assert behind >= 0, "more rows arrive than were said to"
+            received = torch.cat([received, torch.full((behind, rows.shape[1]), float("nan")).to(rows.dtype)])
+            ids = torch.cat([ids, ids.new_full((behind, ids.shape[1]), -1)])
+            weights = torch.cat([weights, weights.new_full((behind, ids.shape[1]), float("nan"))])
+            if scales is not None:
+                their_scales = torch.cat([their_scales, their_scales.new_full((behind, scales.shape[1]), float("nan"))])
         out = received if scales is None else (received, their_scales)
-        return out, ids, weights, [], (sources, rows.shape[0]), Event()
+        return out, ids, weights, [], (sources, rows.shape[0], received.shape[0]), Event()
 
     def combine(self, x, handle, previous_event=None, async_finish=False, allocate_on_comm_stream=False):
-        sources, num_tokens = handle
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[0] == len(sources)
+        sources, num_tokens, num_rows = handle
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[0] == num_rows
         out = torch.zeros((num_tokens, x.shape[1]))
         for rows, their_sources in self._gather((x, sources)):
             for row, (source, token) in enumerate(their_sources):

@@ -22,7 +22,7 @@ from epserve.errors import CheckpointError
 from epserve.modular_kernel import Activation
 from experts.activation import activate
 
-DECLARED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -171,7 +171,8 @@ def _candidates(module: nn.Module) -> Iterator[tuple[Activation, bool]]:
 
 
 def _shape(name: str, module: nn.Module, known: list[tuple[Activation, bool]]) -> ExpertsShape:
-    norm = recognise_norm(module.get_submodule("post_expert_norm")) if module.has_post_expert_norm else (None, None)
+    normalises = getattr(module, "has_post_expert_norm", False)  # older releases of transformers do not declare it
+    norm = recognise_norm(module.get_submodule("post_expert_norm")) if normalises else (None, None)
     if norm is None:
         raise CheckpointError(
             f"{name}: {type(module).__name__} normalises each expert's output in a way that no kernel does"

@@ -88,7 +88,14 @@ class Client(_Endpoint):
         region: one of `register_region`, for large tensors on one host; wire_format: fp8 for half the bytes on the wire.
         """
         request = OutgoingRequest(
-            layer, hidden, topk_ids, topk_weights, request_id=request_id, region=region, wire_format=wire_format
+            layer,
+            hidden,
+            topk_ids,
+            topk_weights,
+            request_id=request_id,
+            region=region,
+            wire_format=wire_format,
+            priority=self.options.priority,
         )
         return self._forward(request, self._attempts(timeout), Cancellation())
 
@@ -99,7 +106,14 @@ class Client(_Endpoint):
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
         request = OutgoingRequest(
-            layer, hidden, topk_ids, topk_weights, request_id=request_id, region=region, wire_format=wire_format
+            layer,
+            hidden,
+            topk_ids,
+            topk_weights,
+            request_id=request_id,
+            region=region,
+            wire_format=wire_format,
+            priority=self.options.priority,
         )
         future = ForwardFuture()
         self._check_open()
@@ -228,7 +242,14 @@ class AsyncClient(_Endpoint):
         region: ClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
         request = OutgoingRequest(
-            layer, hidden, topk_ids, topk_weights, request_id=request_id, region=region, wire_format=wire_format
+            layer,
+            hidden,
+            topk_ids,
+            topk_weights,
+            request_id=request_id,
+            region=region,
+            wire_format=wire_format,
+            priority=self.options.priority,
         )
         attempts = self._attempts(timeout)
         once = self._unary if request.small else self._framed
@@ -246,7 +267,7 @@ class AsyncClient(_Endpoint):
     def stream(self) -> Pipeline:
         """For many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
         self._check_open()
-        return Pipeline(self._stub.ForwardStream(metadata=self.options.metadata), self.options.timeout_s)
+        return Pipeline(self._stub.ForwardStream(metadata=self.options.metadata), self.options)
 
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:

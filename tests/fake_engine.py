@@ -102,6 +102,7 @@ class FakeEngine:
             alive=True,
             phase="idle",
             late_compiles=0,
+            layer_experts={},
         )
         return SimpleNamespace(
             state=self._state,
@@ -116,6 +117,8 @@ class FakeEngine:
             slots={},
             spares=0,
             rebalances=0,
+            rebalances_skipped=0,
+            front_ends=0,
         )
 
 

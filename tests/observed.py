@@ -38,6 +38,7 @@ def rank_status(rank, experts, **changes) -> SimpleNamespace:
     values = {
         "rank": rank, "node": "10.0.0.1", "pid": 100 + rank, "device": "cpu", "gpu_uuid": "", "experts": tuple(experts),
         "tokens_done": 50, "weights_bytes": 1 << 20, "alive": True, "phase": "idle", "late_compiles": 0,
+        "layer_experts": {},
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -46,7 +47,7 @@ def engine_status(ranks, expert_tokens, **changes) -> SimpleNamespace:
     values = {
         "state": "serving", "generation": 2, "steps": 7, "ranks": tuple(ranks), "queue_tokens": 11, "backends": "local",
         "recoveries": 1, "replayed_requests": 3, "expert_tokens": expert_tokens,
-        "slots": {}, "spares": 1, "rebalances": 4,
+        "slots": {}, "spares": 1, "rebalances": 4, "rebalances_skipped": 2, "front_ends": 0,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -68,7 +69,11 @@ class WatchedEngine(FakeEngine):
         return batch.hidden
 
     def status(self):
-        ranks = [rank_status(0, range(4)), rank_status(1, range(4, 8), alive=self._state == "serving")]
+        moved = {2: (7, 1, 2, 3)}
+        ranks = [
+            rank_status(0, range(4), layer_experts=moved),
+            rank_status(1, range(4, 8), alive=self._state == "serving"),
+        ]
         loads = {layer: tuple(loads) for layer, loads in self.loads.items()}
         return engine_status(ranks, loads, state=self._state, steps=len(self.seen), slots=self.slots)
 

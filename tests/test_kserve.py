@@ -211,6 +211,19 @@ class TestModelInfer:
         with pytest.raises(InvalidRequest, match="holds 0 to 300, outside of INT8"):
             to_forward_request(infer(hidden_input(self.X), ids), 1)
 
+    @pytest.mark.parametrize(("level", "priority"), [(0, 8), (1, 64), (2, 8), (3, 1), (4, None)])
+    async def test_its_own_priority_counts(self, level, priority):
+        request = infer(hidden_input(self.X), raw=[self.RAW])
+        request.parameters["priority"].uint64_param = level
+        engine = FakeEngine()
+        async with serving(engine, max_priority="high") as server, connect(server) as channel:
+            call = kserve_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+            if priority is None:
+                assert "priority 4, must be 1 (high)" in (await status_of(call)).details()
+            else:
+                await call
+                assert engine.seen[0].priority == priority
+
     async def test_its_own_timeout_counts(self):
         async def hang(batch):
             await asyncio.sleep(60)

@@ -19,6 +19,7 @@ from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, InvalidRequest, NotReady, Overloaded, PermissionDenied, Unauthenticated
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
+from epserve.runtime.planning import Priority
 from epserve.serving import clients, codec, fp8, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
@@ -69,6 +70,7 @@ class TestTokensFile:
             ("t1 tokens_per_s=nan\n", "got 'nan'"),
             ("t1 bytes_in_flight=5parsecs\n", "KiB, MiB or GiB"),
             ("t1 bytes_in_flight=-1\n", "got '-1'"),
+            ("t1 priority=urgent\n", "priority: must be one of low, normal, high, got 'urgent'"),
             ("t1\nt1 name=b\n", "line 2: this token is listed already"),
             ("t1 name=a\nt2 name=a tokens_per_s=5\n", "'a' has lines with different limits"),
             ("tök\n", "non-ASCII"),
@@ -263,6 +265,53 @@ class TestService:
                 release.set()
                 assert torch.equal(await first, x)
                 assert torch.equal(await second, x)
+
+    @pytest.mark.parametrize(
+        ("token", "asked", "got"),
+        [
+            ("any", "", Priority.NORMAL),
+            ("any", "low", Priority.LOW),
+            ("any", "high", None),
+            ("boss", "high", Priority.HIGH),
+            ("boss", "", Priority.NORMAL),
+            ("batch", "", Priority.LOW),
+            ("batch", "normal", None),
+        ],
+    )
+    async def test_who_may_use_which_priority(self, tmp_path, token, asked, got):
+        path = tmp_path / "priorities"
+        path.write_text("any name=any\nboss name=boss priority=high\nbatch name=batch priority=low\n")
+        engine, x = FakeEngine(), torch.ones(1, 32)
+        options = ClientOptions(token=token, retry=ONCE, priority=asked)
+        async with serving(engine, tokens_file=path) as server, AsyncClient(server.address, options) as client:
+            async with client.stream() as stream:
+                for forward in (client.forward, stream.forward):
+                    if got is None:
+                        with pytest.raises(PermissionDenied, match=rf"priority: {asked.upper()} is above"):
+                            await forward(1, x)
+                    else:
+                        assert torch.equal(await forward(1, x), x)
+            assert [batch.priority for batch in engine.seen] == ([] if got is None else [got, got])
+
+    async def test_without_tokens_the_configuration_says_it(self):
+        options = ClientOptions(retry=ONCE, priority="high")
+        for highest, allowed in (("normal", False), ("high", True)):
+            engine = FakeEngine()
+            async with serving(engine, max_priority=highest) as server, AsyncClient(server.address, options) as client:
+                if allowed:
+                    await client.forward(1, torch.ones(1, 32))
+                    assert engine.seen[0].priority is Priority.HIGH
+                else:
+                    with pytest.raises(PermissionDenied, match=r"server\.max_priority"):
+                        await client.forward(1, torch.ones(1, 32))
+
+    async def test_what_is_no_priority_is_refused_on_both_sides(self):
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+            error = await status_of(pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32), priority=9)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "number 9 is none (known: LOW, NORMAL, HIGH)" in error.details()
+        with pytest.raises(InvalidRequest, match="'urgent' is none of low, normal, high"):
+            OutgoingRequest(1, torch.ones(1, 32), None, None, request_id="", priority="urgent")
 
     async def test_batches_carry_the_clients_name(self, tokens):
         engine = FakeEngine()

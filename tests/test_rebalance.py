@@ -243,6 +243,9 @@ async def test_moves_while_serving(engine, paths):
         assert done.layers == engine.layers and done.moved and not done.skipped
         assert done.after < done.before
         seen.add(tuple(holdings(engine)))
+        for rank in engine.status().ranks:  # of every layer, not of the first alone
+            for layer, placement in engine._pool.arrangement.placements.items():
+                assert rank.layer_experts.get(layer, rank.experts) == placement.experts_of(rank.rank)
         await asyncio.sleep(0.1)
     assert await load.stop() > 20
     assert len(seen) == 5

@@ -19,6 +19,7 @@ from epserve.serving import generate
 from epserve.serving.server import INFERENCE_SERVICE, SERVICE, Server
 from tests.fake_engine import FakeEngine, serving
 from tests.grpc_calls import Frames, connect, message, status_of, tensor_of, until
+from tests.observed import WatchedEngine
 
 
 def has_ipv6() -> bool:
@@ -80,13 +81,18 @@ class TestHealthAndReflection:
                 assert (await status_of(call.read())).code() is grpc.StatusCode.UNIMPLEMENTED
 
     async def test_model_and_status(self):
-        async with serving(FakeEngine(), max_tokens_per_request=77) as server, connect(server) as channel:
+        engine = WatchedEngine(layers=(1, 2))
+        async with serving(engine, max_tokens_per_request=77) as server, connect(server) as channel:
             stub = pb_grpc.ExpertsStub(channel)
             model = await stub.GetModel(pb.GetModelRequest())
             status = await stub.GetStatus(pb.GetStatusRequest())
-        assert (model.hidden, model.top_k, model.dtype, list(model.layers)) == (32, 3, pb.FP32, [1, 2, 3, 7])
+        assert (model.hidden, model.top_k, model.dtype, list(model.layers)) == (32, 3, pb.FP32, [1, 2])
         assert model.max_tokens_per_request == 77
-        assert (status.state, status.generation, status.ranks[0].weights_bytes) == ("serving", 1, 77)
+        assert (status.state, status.generation, status.ranks[0].weights_bytes) == ("serving", 2, 1 << 20)
+        assert (status.spares, status.rebalances, status.rebalances_skipped, status.front_ends) == (1, 4, 2, 0)
+        assert [list(rank.experts) for rank in status.ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        moved = [{each.layer: list(each.experts) for each in rank.layer_experts} for rank in status.ranks]
+        assert moved == [{2: [7, 1, 2, 3]}, {}]
 
 
 async def refusal_of(call) -> grpc.aio.AioRpcError:

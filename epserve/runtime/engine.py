@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +31,8 @@ State = Literal["starting", "serving", "recovering", "draining", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """One rank. `experts`: logical ids in slot order. `alive`: its process answers on the data path."""
+    """One rank. `experts`: logical ids in slot order, of the first served layer; `layer_experts`: of the layers that differ.
+    `alive`: its process answers on the data path."""
 
     rank: int
     node: str
@@ -44,6 +45,7 @@ class RankStatus:
     alive: bool
     phase: str
     late_compiles: int = 0
+    layer_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class EngineStatus:
     rebalances: int = 0
     rebalances_skipped: int = 0
     """Layers that stayed as they were for want of memory."""
+    front_ends: int = 0
+    """That have joined and bring their clients' requests."""
 
 
 class Engine:
@@ -153,6 +157,10 @@ class Engine:
             return torch.empty_like(checked.hidden)
         return await scheduler.submit(checked)
 
+    def buffer(self, nbytes: int) -> Any:
+        """A writable buffer for a request's bytes: the ranks of this host read a tensor over it where it is."""
+        return self._pool.buffer(nbytes) if self._pool is not None else bytearray(nbytes)
+
     async def rebalance(self) -> Rebalance:
         """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""
         return await self._serving_pool().changes.rebalance()
@@ -211,13 +219,17 @@ class Engine:
     def _rank_status(self, member) -> RankStatus:
         facts, report, pulse = member.facts, member.report, member.pulse
         assert self._pool is not None
+        placements = self._pool.arrangement.placements
+        experts = {layer: each.experts_of(member.rank) for layer, each in placements.items()}
+        first = experts[self.plan.layers[0]]
         return RankStatus(
             rank=member.rank,
             node=facts.node_ip if facts is not None else "",
             pid=facts.pid if facts is not None else 0,
             device=facts.device if facts is not None else "",
             gpu_uuid=facts.gpu_uuid if facts is not None else "",
-            experts=self._pool.arrangement.placements[self.plan.layers[0]].experts_of(member.rank),
+            experts=first,
+            layer_experts={layer: each for layer, each in experts.items() if each != first},
             tokens_done=self._pool.tokens_done.get(member.rank, 0),
             weights_bytes=report.weights_bytes if report is not None else 0,
             alive=member.alive,

@@ -9,15 +9,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import grpc
 
 from epserve.config import ServerConfig
-from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded
-from epserve.runtime.planning import Batch
+from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded, PermissionDenied
+from epserve.runtime.planning import Batch, Priority
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("epserve.serving")
 
+PRIORITIES = {pb.LOW: Priority.LOW, pb.NORMAL: Priority.NORMAL, pb.HIGH: Priority.HIGH}
 THREAD_BYTES = 1 << 20
 """From this size on checks and conversions leave the event loop (they take about 1 ms per 10 MB)."""
 
@@ -111,7 +112,24 @@ class Calls:
             self.check_may_use_regions(caller)
             return self.regions.slice_of(caller.account.name, wanted, nbytes, field)
 
-        return self.door.check(request, request_id, resolve)
+        priority = self._priority(request.priority, caller)
+        return replace(self.door.check(request, request_id, resolve), priority=priority)
+
+    def _priority(self, wanted: pb.Priority, caller: Caller) -> Priority:
+        """Raises InvalidRequest for no priority, PermissionDenied above what the caller may use."""
+        highest = caller.account.current().priority or Priority[self.limits.max_priority.upper()]
+        if wanted == pb.PRIORITY_UNSPECIFIED:
+            return min(Priority.NORMAL, highest)
+        if wanted not in PRIORITIES:
+            known = ", ".join(each.name for each in PRIORITIES.values())
+            raise InvalidRequest(f"priority: number {wanted} is none (known: {known})", field="priority")
+        priority = PRIORITIES[wanted]
+        if priority > highest:
+            raise PermissionDenied(
+                f"priority: {priority.name} is above {highest.name}, the highest for client {caller.name!r}"
+                " (server.max_priority, or priority= of its line in server.tokens_file)"
+            )
+        return priority
 
     @contextmanager
     def admitted(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
@@ -166,6 +184,7 @@ class Calls:
                         deadline=deadline,
                         request_id=checked.request_id,
                         client=caller.name,
+                        priority=checked.priority,
                         trace=watch.trace,
                     )
                     with self._step_times.of(checked.request_id) as times:

@@ -1,6 +1,6 @@
 """Who calls: bearer tokens from a file, each with a name and limits, read again while the service runs.
 
-    # TOKEN [name=NAME] [tokens_per_s=NUMBER] [bytes_in_flight=SIZE] [admin]
+    # TOKEN [name=NAME] [tokens_per_s=NUMBER] [bytes_in_flight=SIZE] [priority=low|normal|high] [admin]
     3f9c...e1 name=search tokens_per_s=50000 bytes_in_flight=256MiB
     77ab...02 name=operator admin
 
@@ -16,10 +16,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epserve.errors import ConfigError, Overloaded, Unauthenticated
+from epserve.runtime.planning import Priority
 
 log = logging.getLogger("epserve.serving")
 
@@ -30,9 +31,11 @@ BUSY_RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPolicy:
-    """What one client may do. `tokens_per_s`: model tokens, with a burst of one second's worth."""
+    """What one client may do. `tokens_per_s`: model tokens, with a burst of one second's worth. `priority`: the highest that
+    it may ask for; None: `server.max_priority`."""
 
     name: str = ""
+    priority: Priority | None = None
     tokens_per_s: float = math.inf
     bytes_in_flight: float = math.inf
     admin: bool = False
@@ -175,7 +178,7 @@ def read_policies(path: Path) -> dict[bytes, ClientPolicy]:
         if by_name.setdefault(policy.name, policy) != policy:
             raise ConfigError(f"server.tokens_file: {path}: client {policy.name!r} has lines with different limits")
     if not any(policy.admin for policy in by_name.values()):
-        return {digest: _as_admin(policy) for digest, policy in policies.items()}
+        return {digest: replace(policy, admin=True) for digest, policy in policies.items()}
     return policies
 
 
@@ -191,22 +194,24 @@ def _parse(line: str, where: str) -> tuple[bytes, ClientPolicy]:
             raise ConfigError(
                 f"{where}: holds a token with spaces or non-ASCII characters, or a word that is not KEY=VALUE"
             )
-        if key not in ("name", "tokens_per_s", "bytes_in_flight", "admin") or key in values:
-            known = "name, tokens_per_s, bytes_in_flight, admin"
+        if key not in ("name", "tokens_per_s", "bytes_in_flight", "priority", "admin") or key in values:
+            known = "name, tokens_per_s, bytes_in_flight, priority, admin"
             raise ConfigError(f"{where}: unknown or repeated key {key!r} (known: {known})")
         values[key] = value
     return digest, ClientPolicy(
         name=values.get("name") or f"client-{digest.hex()[:8]}",
         tokens_per_s=_positive(values.get("tokens_per_s", "inf"), f"{where}: tokens_per_s"),
         bytes_in_flight=_size(values.get("bytes_in_flight", "inf"), f"{where}: bytes_in_flight"),
+        priority=_priority(values["priority"], where) if "priority" in values else None,
         admin="admin" in values,
     )
 
 
-def _as_admin(policy: ClientPolicy) -> ClientPolicy:
-    return ClientPolicy(
-        name=policy.name, tokens_per_s=policy.tokens_per_s, bytes_in_flight=policy.bytes_in_flight, admin=True
-    )
+def _priority(text: str, where: str) -> Priority:
+    if text.upper() not in Priority.__members__:
+        known = ", ".join(name.lower() for name in Priority.__members__)
+        raise ConfigError(f"{where}: priority: must be one of {known}, got {text!r}")
+    return Priority[text.upper()]
 
 
 def _positive(text: str, where: str) -> float:

@@ -18,6 +18,7 @@ from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
 from epserve.modular_kernel.quantization import BLOCK
+from epserve.runtime.planning import Priority
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import fp8, wire
 from epserve.serving.regions import Slice
@@ -44,6 +45,7 @@ class CheckedRequest:
     slices: Mapping[pb.Field, Slice]
     output: Slice | None
     reply_dtype: pb.DType
+    priority: Priority = Priority.NORMAL
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,13 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UINT32: _ClassVar[DType]
     FP8_E4M3: _ClassVar[DType]
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    LOW: _ClassVar[Priority]
+    NORMAL: _ClassVar[Priority]
+    HIGH: _ClassVar[Priority]
+
 class Field(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FIELD_UNSPECIFIED: _ClassVar[Field]
@@ -43,6 +50,10 @@ UINT8: DType
 UINT16: DType
 UINT32: DType
 FP8_E4M3: DType
+PRIORITY_UNSPECIFIED: Priority
+LOW: Priority
+NORMAL: Priority
+HIGH: Priority
 FIELD_UNSPECIFIED: Field
 HIDDEN_STATES: Field
 TOPK_IDS: Field
@@ -72,7 +83,7 @@ class RegionSlice(_message.Message):
     def __init__(self, region: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms", "hidden_scales", "output", "reply_dtype")
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms", "hidden_scales", "output", "reply_dtype", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +93,7 @@ class ForwardRequest(_message.Message):
     HIDDEN_SCALES_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REPLY_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     layer: int
     hidden_states: Tensor
@@ -91,7 +103,8 @@ class ForwardRequest(_message.Message):
     hidden_scales: Tensor
     output: RegionSlice
     reply_dtype: DType
-    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
     __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales")
@@ -255,8 +268,16 @@ class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "experts")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase", "expert_tokens", "late_compiles", "phase_seconds")
+    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase", "expert_tokens", "late_compiles", "phase_seconds", "layer_experts")
     class PhaseSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +298,7 @@ class RankStatus(_message.Message):
     EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LATE_COMPILES_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -290,7 +312,8 @@ class RankStatus(_message.Message):
     expert_tokens: _containers.RepeatedScalarFieldContainer[int]
     late_compiles: int
     phase_seconds: _containers.ScalarMap[str, float]
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., late_compiles: _Optional[int] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    layer_experts: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., late_compiles: _Optional[int] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., layer_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("p50_ms", "p90_ms", "p99_ms", "count")
@@ -317,7 +340,7 @@ class Rates(_message.Message):
     def __init__(self, tokens: _Optional[float] = ..., requests: _Optional[float] = ..., errors: _Optional[float] = ..., steps: _Optional[float] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates")
+    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +355,10 @@ class GetStatusReply(_message.Message):
     REPLAYED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
+    REBALANCES_FIELD_NUMBER: _ClassVar[int]
+    REBALANCES_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    FRONT_ENDS_FIELD_NUMBER: _ClassVar[int]
     state: str
     generation: int
     steps: int
@@ -346,4 +373,8 @@ class GetStatusReply(_message.Message):
     replayed_requests: int
     latency: Latency
     rates: Rates
-    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
+    spares: int
+    rebalances: int
+    rebalances_skipped: int
+    front_ends: int
+    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., spares: _Optional[int] = ..., rebalances: _Optional[int] = ..., rebalances_skipped: _Optional[int] = ..., front_ends: _Optional[int] = ...) -> None: ...

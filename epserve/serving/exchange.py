@@ -16,6 +16,7 @@ WireFormat = Literal["plain", "fp8", "fp8_request"]
 fp8_request: only what is sent. Costs precision: e4m3 has three bits of mantissa."""
 
 
+PRIORITIES = {"": pb.PRIORITY_UNSPECIFIED, "low": pb.LOW, "normal": pb.NORMAL, "high": pb.HIGH}
 LARGEST_LAYER = 2**31 - 1  # of the message's int32
 
 
@@ -30,6 +31,14 @@ def _layer(layer: Any) -> int:
     return number
 
 
+def _priority(name: str) -> pb.Priority:
+    """Raises InvalidRequest."""
+    if name not in PRIORITIES:
+        known = ", ".join(filter(None, PRIORITIES))
+        raise InvalidRequest(f"priority: {name!r} is none of {known}", field="priority")
+    return PRIORITIES[name]
+
+
 class OutgoingRequest:
     """A forward call, encoded once however often it is sent. A context: leaving it settles what becomes of region memory.
 
@@ -38,7 +47,7 @@ class OutgoingRequest:
 
     def __init__(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str,
-        region: ClientRegion | None = None, wire_format: WireFormat = "plain",
+        region: ClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
     ):  # fmt: skip
         if (topk_ids is None) != (topk_weights is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
@@ -57,7 +66,7 @@ class OutgoingRequest:
             if value is not None:
                 self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
-        self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer))
+        self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer), priority=_priority(priority))
         self.reply_dtype = pb.FP8_E4M3 if wire_format == "fp8" else plain.dtype
         if wire_format != "plain":
             self.header.reply_dtype = self.reply_dtype

@@ -33,6 +33,7 @@ CONTENTS = {
     "INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents",
     "UINT32": "uint_contents",
 }  # fmt: skip
+PRIORITY_LEVELS = (pb.PRIORITY_UNSPECIFIED, pb.HIGH, pb.NORMAL, pb.LOW)
 INPUTS = ("hidden_states", "topk_ids", "topk_weights")
 OUTPUT = "hidden_states"
 VERSION = "1"
@@ -238,7 +239,7 @@ def to_forward_request(
 ) -> tuple[pb.ForwardRequest, dict[pb.Field, bytes]]:
     """The same request without its inline bytes, and those. Raises InvalidRequest."""
     _check_parameters(request.parameters, "parameters")
-    translated = pb.ForwardRequest(layer=layer)
+    translated = pb.ForwardRequest(layer=layer, priority=_priority(request.parameters))
     contents: dict[pb.Field, bytes] = {}
     raw, fields = list(request.raw_input_contents), {name: which for which, name in wire.FIELDS.items()}
     seen = set()
@@ -330,6 +331,16 @@ def _check_parameters(parameters: Mapping[str, kserve.InferParameter], name: str
         # NOTE: looking a missing key up in a protobuf map adds it
         if key in parameters and parameters[key].WhichOneof("parameter_choice"):
             raise InvalidRequest(f"{name}: parameter {key} is not supported", field=name)
+
+
+def _priority(parameters: Mapping[str, kserve.InferParameter]) -> pb.Priority:
+    """The protocol's `priority`: 1 is the highest, 0 the default; here 1, 2 and 3 are HIGH, NORMAL and LOW."""
+    level = _number(parameters, "priority", "parameters") if "priority" in parameters else 0
+    if level >= len(PRIORITY_LEVELS):
+        raise InvalidRequest(
+            f"parameters: priority {level}, must be 1 (high), 2 (normal), 3 (low) or 0", field="priority"
+        )
+    return PRIORITY_LEVELS[level]
 
 
 def _timeout_s(parameters: Mapping[str, kserve.InferParameter]) -> float | None:

@@ -18,6 +18,11 @@ from epserve import __version__
 from epserve.serving.load import Layout, hottest
 
 STATES = ("starting", "serving", "recovering", "draining", "stopped")
+COUNTED = (
+    "generation", "queue_tokens", "steps", "recoveries", "replayed_requests", "spares", "rebalances", "rebalances_skipped",
+    "front_ends",
+)  # fmt: skip
+"""Of the engine's status, under the same names."""
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 PHASE_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -143,6 +148,7 @@ def _families() -> dict[str, Any]:
         "generation": ("Of the ranks' process group; one more after each recovery.", ()),
         "queue_tokens": ("Tokens that are accepted and not answered.", ()),
         "spares": ("Ranks that wait, loaded, to replace a lost one.", ()),
+        "front_ends": ("Other front ends that bring requests to this one, which orders the steps.", ()),
         "rank_up": ("1 while the rank's process answers.", ("rank",)),
         "rank_weights_bytes": ("Bytes of the experts that a rank holds.", ("rank",)),
         "rank_load_imbalance": ("Busiest rank's expert tokens over the mean rank's, last minute.", ()),
@@ -154,6 +160,7 @@ def _families() -> dict[str, Any]:
         "recoveries": ("Times that ranks were rebuilt.", ()),
         "replayed_requests": ("Requests that ran again after a rank failed.", ()),
         "rebalances": ("Times that experts moved to balance the load.", ()),
+        "rebalances_skipped": ("Layers that then stayed as they were for want of memory.", ()),
         "rank_tokens": ("Tokens that a rank was home to.", ("rank",)),
         "rank_expert_tokens": ("Tokens that a rank's experts got, one for each of a token's experts.", ("rank",)),
         "rank_phase_seconds": ("Seconds of a rank in each phase of its steps.", ("rank", "phase")),
@@ -171,7 +178,7 @@ def _families() -> dict[str, Any]:
 def _fill(families: Mapping[str, Any], status: Any) -> None:
     for state in STATES:
         families["state"].add_metric([state], float(status.state == state))
-    for name in ("generation", "queue_tokens", "steps", "recoveries", "replayed_requests", "spares", "rebalances"):
+    for name in COUNTED:
         families[name].add_metric([], getattr(status, name))
     for rank in status.ranks:
         label = [str(rank.rank)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
@@ -47,6 +47,8 @@ class ClientOptions:
     timeout_s: float = 60.0
     """Of calls that name none."""
     retry: RetryPolicy = RetryPolicy()
+    priority: Literal["", "low", "normal", "high"] = ""
+    """Of all calls. Empty: normal, or the highest that the service allows this client where that is less."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

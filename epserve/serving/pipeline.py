@@ -13,6 +13,7 @@ from epserve.errors import DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly
+from epserve.serving.options import ClientOptions
 
 
 class Pipeline:
@@ -21,8 +22,8 @@ class Pipeline:
     The replies come in any order. Nothing is sent again: after NotReady the stream is over, open another one.
     """
 
-    def __init__(self, call: Any, timeout_s: float):
-        self._call, self._timeout_s = call, timeout_s
+    def __init__(self, call: Any, options: ClientOptions):
+        self._call, self._options = call, options
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[ReplyAssembly, asyncio.Future[Any]]] = {}
         self._outgoing: asyncio.Queue[tuple[int | None, Iterable[pb.RequestFrame]]] = asyncio.Queue()
@@ -35,8 +36,10 @@ class Pipeline:
         timeout: float | None = None, request_id: str = "",
     ) -> Any:  # fmt: skip
         """As AsyncClient.forward, without retries. Raises EpserveError."""
-        request = OutgoingRequest(layer, hidden, topk_ids, topk_weights, request_id=request_id)
-        timeout_s = self._timeout_s if timeout is None else timeout
+        request = OutgoingRequest(
+            layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority
+        )
+        timeout_s = self._options.timeout_s if timeout is None else timeout
         if self._ended is not None:
             raise self._ended
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()

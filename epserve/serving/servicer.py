@@ -117,6 +117,9 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 expert_tokens=seen.recent_slots(rank.rank),
                 late_compiles=rank.late_compiles,
                 phase_seconds=seen.phases_of(rank.rank),
+                layer_experts=[
+                    pb.LayerExperts(layer=layer, experts=experts) for layer, experts in rank.layer_experts.items()
+                ],
             )
             for rank in engine.ranks
         ]
@@ -135,4 +138,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             latency=pb.Latency(**asdict(seen.latency())),
             rates=pb.Rates(**seen.rates()),
             server_version=__version__,
+            spares=engine.spares,
+            rebalances=engine.rebalances,
+            rebalances_skipped=engine.rebalances_skipped,
+            front_ends=engine.front_ends,
         )

@@ -77,6 +77,12 @@ class ClusterConfig(_Section):
     """Strategy of the placement group: PACK onto few hosts or SPREAD over many; STRICT_ makes it a condition."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long all ranks together may take to load and to run their first step."""
+    data_path: Literal["auto", "shared_memory", "sockets"] = "auto"
+    """How activations reach the ranks. auto: through shared memory on the front end's host, over sockets elsewhere.
+    sockets: always; shared_memory: always, and a rank on another host is an error."""
+    shared_memory_bytes: Annotated[int, Field(ge=MIB)] = 1024 * MIB
+    """Most shared memory for activations on their way to the ranks and back. What finds no room goes over the sockets.
+    Ranks on GPUs pin all of it."""
 
 
 class SchedulerConfig(_Section):

@@ -335,7 +335,7 @@ def refuse(**_):
 async def test_a_link_answers_in_order_and_reports_the_end_once():
     held = threading.Event()
 
-    def answer(header, parts):
+    def answer(header, parts, out):
         held.wait(10)
         if header["step"] == 2:
             return {"step": 2, "failure": failure(3, "experts", consequence=False).as_json()}, []
@@ -360,7 +360,7 @@ async def test_a_link_answers_in_order_and_reports_the_end_once():
 
 
 async def test_bytes_of_every_dtype_pass_unchanged():
-    server = StepServer(lambda header, parts: ({"step": header["step"]}, [parts[-1]]))
+    server = StepServer(lambda header, parts, out: ({"step": header["step"]}, [parts[-1]]))
     link = await SocketLink.open(server.address, print)
     for step, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.int32)):
         x = (tokens(33) * 100).to(dtype)
@@ -372,7 +372,7 @@ async def test_bytes_of_every_dtype_pass_unchanged():
 
 
 async def test_a_stranger_is_turned_away_and_the_engine_still_gets_in():
-    server = StepServer(lambda header, parts: ({"step": header["step"]}, [parts[0]]))
+    server = StepServer(lambda header, parts, out: ({"step": header["step"]}, [parts[0]]))
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"EPS1\xff\xff\xff\xff", b"".join(wire.encode({"token": "no"}, []))):
         with server.address.connect() as stranger:
             stranger.sendall(greeting)
@@ -393,7 +393,7 @@ def failure(rank, phase, *, consequence, step=9):
 async def test_a_beat_is_answered_by_the_step_thread_and_counts_as_no_step():
     held = threading.Event()
 
-    def answer(header, parts):
+    def answer(header, parts, out):
         assert header["beat"]
         held.wait(10)
         return {"step": header["step"]}, []

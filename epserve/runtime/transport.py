@@ -2,7 +2,11 @@
 
 On the engine's own node the connection is an abstract Unix socket, elsewhere TCP. A random token, handed over through
 Ray, opens it. Frames leave in the order of submission, so that all ranks see steps in the same order; a rank answers in
-that order too. Measured against Ray actor calls in docs/design.md.
+that order too. Where the two share memory (shm.py) a frame says where its tensors lie and where the result goes, and the
+socket is the doorbell; otherwise, and for small tensors, the bytes follow the frame.
+
+Every wait ends: at a step's deadline (pool.py), or when the other process ends, however it does, since its socket then closes.
+Memory that a rank may still read or write is kept until it has answered or its end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +29,14 @@ import torch
 
 from . import wire
 from .failure import Failure, RankLost
+from .shm import Arena, Window
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 SOCKET_BUFFER = 4 << 20  # bytes; the kernel caps it. Fewer wake-ups for a shard of a few MB
+INLINE_BYTES = 16 << 10  # up to here the socket is quicker than a block of shared memory
+READS_AT_ONCE = 64  # then the loop turns to others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,35 +72,54 @@ class Link(Protocol):
 
 @dataclass(slots=True)
 class _Pending:
+    """`held`: memory that the rank reads. `shared`: it, or `out`, lies in the arena."""
+
     out: torch.Tensor
     future: asyncio.Future[dict[str, float]]
+    held: list[torch.Tensor]
+    shared: bool
 
 
 class SocketLink:
-    """A link over one socket. `on_lost()` is called once when the rank's process goes away."""
+    """A link over one socket. `on_lost()` is called once when the rank's process goes away.
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[], None]):
-        self._sock, self._on_lost = sock, on_lost
+    arena: memory that the rank has mapped; tensors that do not lie in it are copied there, or sent where it is full.
+    """
+
+    def __init__(self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None):
+        self._sock, self._on_lost, self._arena = sock, on_lost, arena
+        self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
-        self._outgoing: asyncio.Queue[list] = asyncio.Queue()
+        self._outgoing: deque[memoryview] = deque()
         self._beats = 0  # counts down: steps have the numbers above
         self.heard = 0.0  # when the last answer came, time.monotonic()
         self.lost = False
-        self._tasks = {asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())}
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        self._incoming = self._answers()
+        self._view = next(self._incoming)
+        self._loop.add_reader(sock, self._readable)
 
     @classmethod
-    async def open(cls, address: LinkAddress, on_lost: Callable[[], None]) -> SocketLink:
+    async def open(cls, address: LinkAddress, on_lost: Callable[[], None], arena: Arena | None = None) -> SocketLink:
+        """Raises OSError, also within HANDSHAKE_TIMEOUT_S of silence."""
+        if address.host or (arena is not None and arena.fd < 0):
+            arena = None  # another machine, or everything is about to close
+
         def connect() -> socket.socket:
             sock = address.connect()
-            _enlarge(sock)
-            wire.send(sock, {"token": address.token})
-            wire.receive_header(sock)  # the rank's word that it took the token
+            try:
+                _enlarge(sock)
+                if arena is None:
+                    wire.send(sock, {"token": address.token})
+                else:
+                    wire.send_with_descriptor(sock, {"token": address.token, "arena": arena.size}, arena.fd)
+                wire.receive_header(sock)  # the rank's word that it took the token, and mapped the memory
+            except BaseException:
+                sock.close()
+                raise
             sock.setblocking(False)
             return sock
 
-        return cls(await asyncio.to_thread(connect), on_lost)
+        return cls(await asyncio.to_thread(connect), on_lost, arena)
 
     @property
     def num_pending(self) -> int:
@@ -99,12 +127,17 @@ class SocketLink:
         return len(self.pending())
 
     def submit(self, header, tensors, out):
-        future = asyncio.get_running_loop().create_future()
+        future = self._loop.create_future()
         if self.lost:
             future.set_exception(self._gone("the connection is closed"))
             return future
-        self._pending[header["step"]] = _Pending(out, future)
-        self._outgoing.put_nowait(wire.encode(header, tensors))
+        tensors, offsets = self._placed(tensors)
+        home = self._offset_of(out)
+        if home is not None:
+            header = {**header, "out": [*wire.describe(out), home]}
+        shared = home is not None or any(at is not None for at in offsets)
+        self._pending[header["step"]] = _Pending(out, future, tensors, shared)
+        self._send(wire.encode(header, tensors, offsets))
         return future
 
     def beat(self) -> asyncio.Future[dict[str, float]]:
@@ -118,66 +151,141 @@ class SocketLink:
     def close(self) -> None:
         self._end("the connection was closed here", report=False)
 
-    async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _placed(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int | None]]:
+        """The tensors, those that are not small in the arena where it has room, and where they lie there."""
+        placed, offsets = [], []
+        for tensor in tensors:
+            at = self._offset_of(tensor)
+            if at is None and self._arena is not None and tensor.nbytes > INLINE_BYTES:
+                copy = self._arena.empty(tuple(tensor.shape), tensor.dtype)
+                if copy is not None:
+                    tensor, at = copy.copy_(tensor), self._offset_of(copy)
+            placed.append(tensor)
+            offsets.append(at)
+        return placed, offsets
+
+    def _offset_of(self, tensor: torch.Tensor) -> int | None:
+        return self._arena.offset_of(tensor) if self._arena is not None and tensor.numel() else None
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        """At once as far as the socket takes it, the rest when it is writable."""
+        waiting = bool(self._outgoing)
+        self._outgoing.extend(memoryview(part).cast("B") for part in parts)
+        if not waiting and not self._write():
+            self._loop.add_writer(self._sock, self._writable)
+
+    def _write(self) -> bool:
+        """Whether all has been sent. An end that shows here is told by the loop: `submit` never raises."""
         try:
-            while True:
-                for part in await self._outgoing.get():
-                    await loop.sock_sendall(self._sock, part)
+            while self._outgoing:
+                sent = self._sock.sendmsg(list(self._outgoing)[:16])
+                while sent:
+                    part = self._outgoing.popleft()
+                    if sent < len(part):
+                        self._outgoing.appendleft(part[sent:])
+                    sent -= min(sent, len(part))
+        except BlockingIOError:
+            return False
         except OSError as error:
+            self._loop.call_soon(self._end, f"{type(error).__name__}: {error}")
+            self._outgoing.clear()
+        return True
+
+    def _writable(self) -> None:
+        if self._write():
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(READS_AT_ONCE):
+                count = self._sock.recv_into(self._view)
+                if not count:
+                    raise wire.WireError("the other side closed the connection")
+                self._view = self._view[count:]
+                while not self._view:
+                    self._view = next(self._incoming)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self._end(f"{type(error).__name__}: {error}")
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                header = await wire.receive_header_async(self._sock)
-                self.heard = time.monotonic()
-                pending = self._pending[header["step"]]
-                if header["tensors"] and pending.out.numel():
-                    await wire.receive_exactly_async(self._sock, wire.as_bytes(pending.out))
-                del self._pending[header["step"]]
-                if pending.future.done():
-                    continue
-                if header.get("failure"):
-                    pending.future.set_exception(RankLost(Failure(**header["failure"])))
-                else:
-                    pending.future.set_result(header.get("phases", {}))
-        except (OSError, ValueError, KeyError) as error:
-            self._end(f"{type(error).__name__}: {error}")
+    def _answers(self) -> Iterator[memoryview]:
+        """What to fill next, for ever: prefix, header, perhaps the result."""
+        while True:
+            prefix = bytearray(wire.PREFIX.size)
+            yield memoryview(prefix)
+            text = bytearray(wire.header_size(prefix))
+            yield memoryview(text)
+            header = wire.parse(text)
+            self.heard = time.monotonic()
+            out = self._pending[header["step"]].out
+            if header["tensors"] and out.numel():
+                yield wire.as_bytes(out)
+            del out  # NOTE: what stays in this frame while it waits would keep the memory of the last step
+            self._settle(self._pending.pop(header["step"]).future, header)
+
+    def _settle(self, future: asyncio.Future[dict[str, float]], header: dict[str, Any]) -> None:
+        if future.done():
+            return
+        if header.get("failure"):
+            future.set_exception(RankLost(Failure(**header["failure"])))
+        else:
+            future.set_result(header.get("phases", {}))
 
     def _end(self, why: str, *, report: bool = True) -> None:
         if self.lost:
             return
         self.lost = True
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        with contextlib.suppress(OSError):  # not connected any more
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
         pending, self._pending = self._pending, {}
         for each in pending.values():
             if not each.future.done():
                 each.future.set_exception(self._gone(why))
+        kept = [each for each in pending.values() if each.shared]
+        if kept:
+            _Remains(self._loop, self._sock, kept)
+        else:
+            with contextlib.suppress(OSError):  # not connected any more
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
         if report:
             self._on_lost()
-
-    def _task_ended(self, task: asyncio.Task) -> None:
-        # NOTE: closed only when no task waits on the descriptor; the loop would otherwise watch whoever gets its number.
-        self._tasks.discard(task)
-        if not self._tasks:
-            self._sock.close()
 
     def _gone(self, why: str) -> RankLost:
         return RankLost(Failure(rank=-1, phase="process", step=-1, message=f"gone ({why})", consequence=False))
 
 
+class _Remains:
+    """Keeps the memory of unanswered steps until the rank has closed its end: a rank that hangs may yet write to it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, kept: list[_Pending]):
+        self._loop, self._sock, self._kept = loop, sock, kept
+        with contextlib.suppress(OSError):  # the rank leaves its loop when it next looks at the socket
+            sock.shutdown(socket.SHUT_WR)
+        loop.add_reader(sock, self._readable)
+
+    def _readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if self._sock.recv(1 << 16):
+                    return
+            except ConnectionError:
+                pass
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+            self._kept.clear()
+
+
+Answer = Callable[[dict, list[torch.Tensor], torch.Tensor | None], tuple[dict, list[torch.Tensor]]]
+"""(header, tensors, where the result goes or None) -> (header, the results that are to be sent)."""
+
+
 class StepServer:
     """The rank's end: a thread that answers one engine's frames in order."""
 
-    def __init__(
-        self, answer: Callable[[dict, list[torch.Tensor]], tuple[dict, list[torch.Tensor]]], *, host: str = ""
-    ):
-        """host: listen on TCP there; empty: on an abstract Unix socket."""
+    def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
+        """host: listen on TCP there; empty: on an abstract Unix socket. pin: for copies to and from a GPU."""
         token = secrets.token_hex(16)
         if host:
             self._listener = socket.create_server((host, 0))
@@ -187,7 +295,7 @@ class StepServer:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind("\0" + self.address.name)
             self._listener.listen()
-        self._answer, self._token = answer, token
+        self._answer, self._token, self._pin = answer, token, pin
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
 
@@ -200,23 +308,39 @@ class StepServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # close() was called
+            window: Window | None = None
             try:
-                self._greet(sock)
+                window = self._greet(sock)
                 while True:
-                    wire.send(sock, *self._answer(*wire.receive(sock)))
-            except (OSError, ValueError, KeyError, AttributeError) as error:
+                    self._one(sock, window)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 log.debug("connection ended: %s", error)
             finally:
-                sock.close()
+                if window is not None:
+                    window.close()
+                sock.close()  # last: it tells the engine that nothing here touches its memory any more
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _one(self, sock: socket.socket, window: Window | None) -> None:
+        header, tensors = wire.receive(sock, window, pin=self._pin)
+        out = None
+        if window is not None and "out" in header:
+            dtype, shape, at = header["out"]
+            out = window.tensor(wire.DTYPES[dtype], tuple(shape), at)
+        wire.send(sock, *self._answer(header, tensors, out))
+
+    def _greet(self, sock: socket.socket) -> Window | None:
         _enlarge(sock)
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        header = wire.receive_header(sock)
+        header, descriptor = wire.receive_with_descriptor(sock)
         if not hmac.compare_digest(str(header.get("token", "")), self._token):
+            if descriptor is not None:
+                os.close(descriptor)
             raise wire.WireError("wrong token")
+        size = int(header.get("arena", 0))
+        window = Window(descriptor, size, pin=self._pin) if descriptor is not None else None
         wire.send(sock, {})
         sock.settimeout(None)
+        return window
 
 
 def _enlarge(sock: socket.socket) -> None:

@@ -1,12 +1,14 @@
 """Frames between the engine and a rank: a short JSON header, then the raw bytes of tensors. No pickle.
 
 magic "EPS1" | header bytes, uint32 | header | payloads of header["tensors"] = [[dtype, shape], ...] in order
+A tensor that lies in shared memory is [dtype, shape, byte offset] and has no payload.
 """
 
 from __future__ import annotations
 
-import asyncio
+import array
 import json
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -14,12 +16,15 @@ from typing import Any
 
 import torch
 
+from .shm import Window
+
 MAGIC = b"EPS1"
 PREFIX = struct.Struct("!4sI")
 MAX_HEADER = 1 << 20
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
 )}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WireError(ConnectionError):
@@ -31,11 +36,24 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def encode(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[bytes | memoryview]:
-    """The parts of a frame, payloads by reference: the tensors must stay as they are until they are sent."""
-    described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+def describe(tensor: torch.Tensor) -> list[Any]:
+    return [NAMES[tensor.dtype], list(tensor.shape)]
+
+
+def encode(
+    header: dict[str, Any], tensors: Sequence[torch.Tensor], offsets: Sequence[int | None] = ()
+) -> list[bytes | memoryview]:
+    """The parts of a frame, payloads by reference: the tensors must stay as they are until they are sent.
+
+    offsets: where each lies in shared memory; None: its bytes are part of the frame.
+    """
+    where = offsets or (None,) * len(tensors)
+    described = [
+        describe(tensor) if at is None else [*describe(tensor), at] for tensor, at in zip(tensors, where, strict=True)
+    ]
     text = json.dumps({**header, "tensors": described}, separators=(",", ":")).encode()
-    return [PREFIX.pack(MAGIC, len(text)) + text, *(as_bytes(tensor) for tensor in tensors if tensor.numel())]
+    sent = [tensor for tensor, at in zip(tensors, where, strict=True) if at is None and tensor.numel()]
+    return [PREFIX.pack(MAGIC, len(text)) + text, *map(as_bytes, sent)]
 
 
 def header_size(prefix: bytes | bytearray) -> int:
@@ -45,11 +63,15 @@ def header_size(prefix: bytes | bytearray) -> int:
     return size
 
 
-def empty_tensors(header: dict[str, Any]) -> list[torch.Tensor]:
-    return [torch.empty(shape, dtype=DTYPES[dtype]) for dtype, shape in header["tensors"]]
+def parse(text: bytes | bytearray) -> dict[str, Any]:
+    """Raises ValueError for what is no JSON object."""
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise ValueError(f"a frame's header is {type(header).__name__}")
+    return header
 
 
-# Blocking sockets: the rank's side.
+# Blocking sockets: the rank's side, and the engine's while it connects.
 
 
 def receive_exactly(sock: socket.socket, view: memoryview) -> None:
@@ -65,15 +87,25 @@ def receive_header(sock: socket.socket) -> dict[str, Any]:
     receive_exactly(sock, memoryview(prefix))
     text = bytearray(header_size(prefix))
     receive_exactly(sock, memoryview(text))
-    return json.loads(text)
+    return parse(text)
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def receive(
+    sock: socket.socket, window: Window | None = None, *, pin: bool = False
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """pin: what comes over the socket lands in pinned memory, which torch keeps for the next time."""
     header = receive_header(sock)
-    tensors = empty_tensors(header)
-    for tensor in tensors:
+    tensors = []
+    for dtype, shape, *at in header["tensors"]:
+        if at:
+            if window is None:
+                raise WireError("a tensor in shared memory, but there is none")
+            tensors.append(window.tensor(DTYPES[dtype], tuple(shape), at[0]))
+            continue
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], pin_memory=pin)
         if tensor.numel():
             receive_exactly(sock, as_bytes(tensor))
+        tensors.append(tensor)
     return header, tensors
 
 
@@ -82,21 +114,37 @@ def send(sock: socket.socket, header: dict[str, Any], tensors: Sequence[torch.Te
         sock.sendall(part)
 
 
-# Asyncio on non-blocking sockets: the engine's side. Payloads go from and to tensors without a copy of our own.
+# File descriptors, over Unix sockets.
 
 
-async def receive_exactly_async(sock: socket.socket, view: memoryview) -> None:
-    loop = asyncio.get_running_loop()
-    while view:
-        count = await loop.sock_recv_into(sock, view)
-        if not count:
+def send_with_descriptor(sock: socket.socket, header: dict[str, Any], fd: int) -> None:
+    (frame,) = encode(header, [])
+    sent = socket.send_fds(sock, [frame], [fd])
+    sock.sendall(memoryview(frame)[sent:])
+
+
+def receive_with_descriptor(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
+    """A frame without tensors, and the first descriptor that came with it. Any further one is closed."""
+    if sock.family != socket.AF_UNIX:
+        return receive_header(sock), None
+    space = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+    prefix, ancillary, _, _ = sock.recvmsg(PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    for surplus in descriptors[1:]:
+        os.close(surplus)
+    fd = descriptors[0] if descriptors else None
+    try:
+        rest = bytearray(PREFIX.size - len(prefix))
+        if not prefix:
             raise WireError("the other side closed the connection")
-        view = view[count:]
-
-
-async def receive_header_async(sock: socket.socket) -> dict[str, Any]:
-    prefix = bytearray(PREFIX.size)
-    await receive_exactly_async(sock, memoryview(prefix))
-    text = bytearray(header_size(prefix))
-    await receive_exactly_async(sock, memoryview(text))
-    return json.loads(text)
+        receive_exactly(sock, memoryview(rest))
+        text = bytearray(header_size(prefix + rest))
+        receive_exactly(sock, memoryview(text))
+        return parse(text), fd
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise

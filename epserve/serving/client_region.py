@@ -1,28 +1,20 @@
-"""The client's side of a shared-memory region: the memory, what is free in it, and which tensors lie in it. No I/O but files.
-
-NOTE: finalizers of tensors run at any time, in any thread, so that they only append to a queue.
-"""
+"""The client's side of a shared-memory region: the memory, what is free in it, and which tensors lie in it. No I/O but files."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import ctypes
 import mmap
 import os
 import secrets
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
+from epserve.blocks import ALIGNMENT, Blocks
 from epserve.errors import CallerError, InvalidRequest, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
 
 FOLDER = Path("/dev/shm")
-ALIGNMENT = 64
-"""Bytes; a cache line, and enough for every dtype."""
 
 
 class ClientRegion:
@@ -38,14 +30,11 @@ class ClientRegion:
         self.size = size
         self.name = ""
         self._path = FOLDER / f"epserve-client-{os.getpid()}-{secrets.token_hex(8)}"
-        self._map = _shared_memory(self._path, size)
+        mapping = _shared_memory(self._path, size)
         self._proof = secrets.token_bytes(32)
-        self._map[: len(self._proof)] = self._proof
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._free = [(0, size)]  # sorted, never adjacent
-        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        mapping[: len(self._proof)] = self._proof
+        self._blocks = Blocks(mapping)
         self._quarantined: list[Any] = []
-        self._lock = threading.Lock()
         self._lost = self._closed = False
 
     def request(self) -> pb.HoldRegionRequest:
@@ -64,8 +53,7 @@ class ClientRegion:
         self._closed = True
         self._path.unlink(missing_ok=True)
         self._quarantined.clear()
-        with contextlib.suppress(BufferError):  # tensors live in it: the last of them unmaps it
-            self._map.close()
+        self._blocks.close()
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """A tensor in the region, with undefined values: torch for a torch dtype, else numpy. Raises InvalidRequest."""
@@ -81,36 +69,12 @@ class ClientRegion:
         """Memory of the region: a ctypes array, free again when the last tensor over it has gone."""
         if self._closed:
             raise CallerError("the region is closed")
-        wanted = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        with self._lock:
-            while self._returned:
-                self._give_back(*self._returned.popleft())
-            for index, (offset, size) in enumerate(self._free):
-                if size >= wanted:
-                    self._free[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
-                    break
-            else:
-                free = sum(size for _, size in self._free)
-                largest = max((size for _, size in self._free), default=0)
-                text = (
-                    f"region: {nbytes} bytes are wanted, {free} of {self.size} are free, {largest} of them in one piece"
-                )
-                raise InvalidRequest(f"{text}; register a larger region, or let go of tensors", field="region")
-        # NOTE: not a memoryview: numpy would keep the map alive but not the view, whose end would free the block.
-        block = (ctypes.c_char * nbytes).from_buffer(self._map, offset)
-        weakref.finalize(block, self._returned.append, (offset, wanted)).atexit = False
+        block = self._blocks.take(nbytes)
+        if block is None:
+            free, largest = self._blocks.room()
+            text = f"region: {nbytes} bytes are wanted, {free} of {self.size} are free, {largest} of them in one piece"
+            raise InvalidRequest(f"{text}; register a larger region, or let go of tensors", field="region")
         return block
-
-    def _give_back(self, offset: int, size: int) -> None:
-        blocks = sorted([*self._free, (offset, size)])
-        merged = [blocks[0]]
-        for at, length in blocks[1:]:
-            before, held = merged[-1]
-            if before + held == at:
-                merged[-1] = before, held + length
-            else:
-                merged.append((at, length))
-        self._free = merged
 
     def copied(self, data: memoryview) -> tuple[Any, pb.RegionSlice]:
         """A block with these bytes, and where it is."""
@@ -132,13 +96,14 @@ class ClientRegion:
             raise NotReady(f"region {self.name} {why}")
         if data.readonly or not len(data):
             return None
-        offset = ctypes.addressof(ctypes.c_char.from_buffer(data)) - self._start
-        if not 0 <= offset <= self.size - len(data):
+        offset = self._blocks.offset_of(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+        if offset is None:
             return None
         return pb.RegionSlice(region=self.name, offset=offset, byte_size=len(data))
 
     def slice_of_block(self, block: Any) -> pb.RegionSlice:
-        offset = ctypes.addressof(block) - self._start
+        offset = self._blocks.offset_of(ctypes.addressof(block), len(block))
+        assert offset is not None
         return pb.RegionSlice(region=self.name, offset=offset, byte_size=len(block))
 
 

@@ -57,6 +57,7 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         max_hidden=HIDDEN_SIZES[-1],
         async_receive=True,
         cuda_graph=True,
+        most_tokens=QUEUE_DEPTH // 2 - 4,
     )
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, shared: SharedBuffer):
@@ -227,6 +228,10 @@ class DeepEPLLAll2AllManager(All2AllManager):
         cap, experts = rounded(options, spec).max_tokens_per_rank, max(spec.layout.counts) * spec.layout.num_ranks
         if (cap + 1) * 2 > QUEUE_DEPTH:
             raise ConfigError(f"deepep_ll: max_tokens_per_rank {cap} is above {QUEUE_DEPTH // 2 - 4}; lower it")
+        if options.batches_in_flight > MAX_OUTSTANDING:
+            raise ConfigError(
+                f"deepep_ll: batches_in_flight {options.batches_in_flight} is above {MAX_OUTSTANDING}, what the library holds"
+            )
         from deep_ep import Buffer
 
         hint = Buffer.get_low_latency_rdma_size_hint(cap, padded_hidden(spec), spec.layout.num_ranks, experts)

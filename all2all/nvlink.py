@@ -100,6 +100,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         max_ranks=MAX_RANKS,
         async_receive=True,
         cuda_graph=True,
+        combine_orders=frozenset({"rank"}),
     )
     providers: Sequence[type[Provider]] = CUDA_PROVIDERS
     tilings = Tilings()

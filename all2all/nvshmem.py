@@ -45,7 +45,10 @@ class NvshmemPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """
 
     capability = PrepareFinalizeCapability(
-        activation_format=FusedMoEActivationFormat.Standard, devices=frozenset({"cuda"}), cuda_graph=True
+        activation_format=FusedMoEActivationFormat.Standard,
+        devices=frozenset({"cuda"}),
+        cuda_graph=True,
+        combine_orders=frozenset({"rank"}),
     )
     provider: type[Provider] = NvshmemHeap
 

@@ -37,8 +37,25 @@ class EngineConfig(_Section):
     """Expert-parallel ranks: one process each, one GPU each on GPU hosts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees a GPU, else cpu."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """So many ranks share each expert by slices of its intermediate size; `ranks` counts all of them."""
     all2all: str = "auto"
-    """Name of an all-to-all backend (`epserve compat` lists them), or auto."""
+    """Name of an all-to-all backend (`epserve compat` lists them), auto, or measured: each step then takes the one of
+    `all2all_candidates` that was fastest for its number of tokens at start-up."""
+    all2all_candidates: tuple[str, ...] = ()
+    """With all2all measured: which backends; empty: those that can run here."""
+    all2all_budget_mib: Annotated[int, Field(ge=0)] = 0
+    """With all2all measured: most memory of all candidates' buffers and the workspaces that they share, on each rank; 0: no
+    limit of its own."""
+    low_latency_max_tokens: Annotated[int, Field(ge=1)] = 128
+    """With all2all measured: cap of candidates that keep a block of rows for each expert, whose buffers grow with it."""
+    batches_in_flight: Annotated[int, Field(ge=1, le=2)] = 1
+    """2: a step runs as two halves, and one's communication hides behind the other's experts."""
+    overlap_min_tokens: Annotated[int, Field(ge=2)] = 512
+    """With two batches in flight: steps whose busiest rank has fewer tokens are not cut in halves."""
+    cuda_graph_tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Sizes for which steps are captured as CUDA graphs at warm-up: tokens of the busiest rank, ascending, such as
+    [1, 8, 32, 128]. A step is padded to the next one; larger steps, and all steps on the CPU, run eagerly. Empty: none."""
     experts: str = "auto"
     """Name of an experts backend, or auto."""
     max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
@@ -62,6 +79,18 @@ class EngineConfig(_Section):
     """Look at the load of experts so often and move them where that pays; 0: only when asked."""
     rebalance_above: Annotated[float, Field(ge=1)] = 1.2
     """The timer moves a layer's experts where the busiest rank has more than this times the mean."""
+
+    @model_validator(mode="after")
+    def _fits_together(self):
+        if self.all2all_candidates and self.all2all != "measured":
+            raise ValueError(f"all2all_candidates are for all2all measured, all2all is {self.all2all}")
+        if list(self.cuda_graph_tokens) != sorted(set(self.cuda_graph_tokens)):
+            raise ValueError(f"cuda_graph_tokens must be ascending and distinct, got {list(self.cuda_graph_tokens)}")
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(f"ranks {self.ranks} do not divide by tensor_parallel {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and self.combine_order == "slot":
+            raise ValueError("combine_order slot: slices of an expert are added by rank, so tensor_parallel must be 1")
+        return self
 
 
 class ClusterConfig(_Section):

@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import all2all
-import experts
 from epserve import rank_plan
 from epserve.config import Config
 from epserve.errors import ConfigError
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.models.layout import allocate
 from epserve.modular_kernel import FusedMoEActivationFormat
-from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.rank_plan import RankPlan
 
 MIB = 1 << 20
@@ -83,7 +80,7 @@ def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) 
     return MemoryPlan(
         model=info.name,
         device=device,
-        backends=f"{plan.chosen.all2all} + {plan.chosen.experts}",
+        backends=" + ".join(plan.chosen.names),
         max_tokens_per_rank=config.engine.max_tokens_per_rank,
         ranks=ranks,
         memory=memory,
@@ -103,38 +100,25 @@ def dense_bytes(info: ModelInfo) -> int:
     return gate + 3 * info.shared_intermediate * info.hidden * info.dtype.itemsize
 
 
-def workspaces(config: Config, plan: RankPlan, rank: int) -> WorkspaceShapes:
-    """For the largest batch that prepare can return: what the kernel reserves at warm-up.
-
-    Without the GPU at hand the shapes are those of a device that nobody tuned for; a tuned one may split its sums less.
-    """
-    here = plan.spec.device == "cpu" or torch.cuda.is_available()
-    spec = plan.spec if here else replace(plan.spec, device="cpu")
-    backend = experts.REGISTRY.get(plan.chosen.experts)(spec)
-    rows, count = config.engine.max_tokens_per_rank * config.engine.ranks, plan.placement.layout.counts[rank]
-    if _format(plan) is FusedMoEActivationFormat.Standard:
-        return backend.workspace_shapes(rows, plan.spec.shape.top_k, count)
-    return backend.workspace_shapes(0, plan.spec.shape.top_k, count, rows)
-
-
 def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -> tuple[RankMemory, ...]:
     engine, shape = config.engine, plan.spec.shape
-    manager = all2all.REGISTRY.get(plan.chosen.all2all)
-    buffers = manager.buffer_bytes(plan.spec, rank_plan.kernel_options(config))
     layers, rows = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
     row = shape.hidden * shape.dtype.itemsize
     dense = dense_bytes(info) * layers
 
     def one(rank: int, count: int) -> RankMemory:
+        asked = rank_plan.memory_asked(plan.paths, rank)
+        shared, buffers = asked.pop("workspaces"), sum(asked.values())
         # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
-        received = rows if _format(plan) is FusedMoEActivationFormat.Standard else rows * count
+        standard = rank_plan.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
+        received = rows if standard else rows * count
         in_flight = 2 * engine.max_tokens_per_rank * row + (0 if buffers else 2 * received * row)
         return RankMemory(
             rank=rank,
             experts=count,
             weights=expert_bytes(info, count) * layers,
             dense=dense,
-            workspaces=workspaces(config, plan, rank).nbytes,
+            workspaces=shared,
             buffers=buffers,
             in_flight=in_flight,
             runtime=runtime,
@@ -149,7 +133,8 @@ def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, 
     while low < high:
         middle = (low + high + 1) // 2
         engine = config.engine.model_copy(update={"max_tokens_per_rank": middle})
-        ranks = _every_rank(config.model_copy(update={"engine": engine}), info, plan, runtime)
+        capped = replace(plan, paths=rank_plan.with_cap(plan.paths, engine))
+        ranks = _every_rank(config.model_copy(update={"engine": engine}), info, capped, runtime)
         low, high = (middle, high) if max(rank.total for rank in ranks) <= memory else (low, middle - 1)
     return low
 
@@ -159,10 +144,6 @@ def _memory_here(device: str, num_ranks: int) -> int:
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
-
-
-def _format(plan: RankPlan) -> FusedMoEActivationFormat:
-    return all2all.REGISTRY.get(plan.chosen.all2all).prepare_finalize.capability.activation_format
 
 
 def _bytes(tensors) -> int:

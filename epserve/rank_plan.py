@@ -9,13 +9,14 @@ import torch
 
 import all2all
 import experts
-from epserve.config import Config
+from epserve.config import Config, EngineConfig
 from epserve.errors import ConfigError, Incompatible
 from epserve.models import ModelInfo
 from epserve.modular_kernel import (
     Backends,
     ExpertLayout,
     ExpertShape,
+    FusedMoEActivationFormat,
     FusedMoEExpertsModular,
     FusedMoEMethodBase,
     LayerSpec,
@@ -23,12 +24,19 @@ from epserve.modular_kernel import (
     Registry,
     TopKWeightAndReduceNoOP,
     UnquantizedFusedMoEMethod,
+    crossover,
     methods_quant,
     why_not,
 )
+from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.placement import Placement
 
 # Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
+MEASURED = {
+    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
+    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll"),
+}
+"""Candidates where the configuration says "measured" and names none; of several, the first one serves until times are known."""
 PREFER_ALL2ALL = {
     "cpu": ("local", "all_to_all", "allgather_reducescatter"),
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
@@ -53,6 +61,15 @@ class Chosen:
     all2all: str
     experts: str
     passed_over: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+    """Further pairs, of which each step takes the one that was measured as fastest for it."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of all pairs, to be compared between ranks and shown."""
+        pairs = [(self.all2all, self.experts), *self.others]
+        all2alls, experts_names = zip(*pairs, strict=True)
+        return "/".join(all2alls), "/".join(dict.fromkeys(experts_names))
 
     def as_backends(self) -> Backends:
         return Backends(
@@ -64,7 +81,17 @@ class Chosen:
 
     def explain(self) -> str:
         passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
-        return f"all-to-all {self.all2all}, experts {self.experts}{passed}"
+        return "all-to-all {}, experts {}".format(*self.names) + passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathPlan:
+    """One all-to-all with its experts. `cap`: most tokens of the busiest rank in a step that may take it; None: any."""
+
+    chosen: Chosen
+    spec: LayerSpec
+    options: PrepareFinalizeOptions
+    cap: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +103,8 @@ class RankPlan:
     spec: LayerSpec
     chosen: Chosen
     method: type[FusedMoEMethodBase]
+    paths: tuple[PathPlan, ...]
+    """One, or the candidates of measured selection; the first is `chosen`."""
 
 
 def resolve_device(device: str) -> str:
@@ -111,19 +140,114 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         activation=info.activation,
         bias=info.bias,
     )
+    paths = choose_paths(spec, config, here=here)
     return RankPlan(
         layers=served_layers(config, info),
         placement=placement,
         spec=spec,
-        chosen=choose_backends(
-            spec,
-            all2all_name=engine.all2all,
-            experts_name=engine.experts,
-            combine_order=engine.combine_order,
-            here=here,
-        ),
+        chosen=paths[0].chosen,
         method=method_for(info.quant.scheme),
+        paths=paths,
     )
+
+
+def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple[PathPlan, ...]:
+    """One path, or with all2all "measured" one for each candidate. Raises ConfigError or Incompatible with every reason."""
+    engine, order = config.engine, config.engine.combine_order
+    options = kernel_options(config)
+    # A backend that waits on the host is refused where it is named and passed over where it is not; on the CPU all is eager.
+    graphs = bool(engine.cuda_graph_tokens) and spec.device == "cuda"
+    if engine.all2all != "measured":
+        spec = replace(spec, cuda_graph=graphs)
+        chosen = choose_backends(
+            spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=order, here=here
+        )
+        return (PathPlan(chosen=chosen, spec=spec, options=options),)
+    named = bool(engine.all2all_candidates)
+    passed: list[str] = []
+    found: list[PathPlan] = []
+    for name in engine.all2all_candidates or MEASURED[spec.device]:
+        if name == "local" and spec.layout.num_ranks > 1 and not named:
+            continue
+        try:
+            chosen = choose_backends(
+                spec, all2all_name=name, experts_name=engine.experts, combine_order=order, here=here
+            )
+        except Incompatible as error:
+            if named:
+                raise
+            passed += error.reasons
+            continue
+        found.append(_candidate(chosen, spec, options, engine.low_latency_max_tokens))
+        if name == "local" and not named:
+            break  # nothing is sent: there is nothing to choose
+    if not found:
+        raise Incompatible(
+            f"no candidate of all2all 'measured' can serve this layer ({_describe(spec)}):", tuple(passed)
+        )
+    if all(path.cap is not None for path in found):
+        names = ", ".join(path.chosen.all2all for path in found)
+        raise ConfigError(f"all2all_candidates {names}: all have a cap on a step's tokens; add one that has none")
+    found.sort(key=lambda path: path.cap is not None)  # the first serves whatever was not measured
+    others = tuple((path.chosen.all2all, path.chosen.experts) for path in found[1:])
+    first = replace(found[0].chosen, others=others, passed_over=tuple(passed))
+    paths = (replace(found[0], chosen=first), *found[1:])
+    if limit := engine.all2all_budget_mib << 20:
+        busiest = max(range(spec.layout.num_ranks), key=lambda rank: spec.layout.counts[rank])
+        crossover.check_budget(memory_asked(paths, busiest), limit, setting="engine.all2all_budget_mib")
+    return paths
+
+
+def with_cap(paths: Iterable[PathPlan], engine: EngineConfig) -> tuple[PathPlan, ...]:
+    """The same paths with another `max_tokens_per_rank`, as `choose_paths` would have sized them."""
+    made = []
+    for path in paths:
+        cap = engine.max_tokens_per_rank
+        if path.cap is not None:
+            cap = min(cap, engine.low_latency_max_tokens)
+        options = replace(path.options, max_tokens_per_rank=cap)
+        made.append(replace(path, options=options, cap=None if path.cap is None else cap))
+    return tuple(made)
+
+
+def memory_asked(paths: Iterable[PathPlan], rank: int) -> dict[str, int]:
+    """Bytes of each path's buffers, and of the workspaces that all of them share (twice with two batches in flight)."""
+    asked, shared = {}, 0
+    for path in paths:
+        asked[path.chosen.all2all] = all2all.REGISTRY.get(path.chosen.all2all).buffer_bytes(path.spec, path.options)
+        shared = max(shared, workspaces(path, rank).nbytes * path.options.batches_in_flight)
+    return {**asked, "workspaces": shared}
+
+
+def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
+    """For the largest batch that prepare can return: what the kernel reserves at warm-up.
+
+    Without the GPU at hand the shapes are those of a device that nobody tuned for; a tuned one may split its sums less.
+    """
+    spec = path.spec
+    here = spec.device == "cpu" or torch.cuda.is_available()
+    backend = experts.REGISTRY.get(path.chosen.experts)(spec if here else replace(spec, device="cpu"))
+    rows, count = path.options.max_tokens_per_rank * spec.layout.num_ranks, spec.layout.counts[rank]
+    if activation_format(path.chosen) is FusedMoEActivationFormat.Standard:
+        return backend.workspace_shapes(rows, spec.shape.top_k, count)
+    return backend.workspace_shapes(0, spec.shape.top_k, count, rows)
+
+
+def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
+    return all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability.activation_format
+
+
+def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions, low: int) -> PathPlan:
+    """Batched formats have blocks of fixed capacity, so that they get a cap of their own; others make rounds."""
+    record = all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability
+    if activation_format(chosen) is not FusedMoEActivationFormat.BatchedExperts:
+        return PathPlan(chosen=chosen, spec=spec, options=options)
+    cap = min(options.max_tokens_per_rank, low)
+    if record.most_tokens is not None and cap > record.most_tokens:
+        raise ConfigError(
+            f"low_latency_max_tokens {low}: {chosen.all2all} takes at most {record.most_tokens} tokens a rank; lower it"
+        )
+    return PathPlan(chosen=chosen, spec=spec, options=replace(options, max_tokens_per_rank=cap), cap=cap)
 
 
 def first_placement(config: Config, info: ModelInfo) -> Placement:
@@ -144,15 +268,8 @@ def first_placement(config: Config, info: ModelInfo) -> Placement:
 
 def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
     """Raises Incompatible where no pair of backends serves the planned layers with this layout."""
-    spec, engine = plan.spec, config.engine
-    shape = replace(spec.shape, num_experts=layout.num_experts)
-    choose_backends(
-        replace(spec, shape=shape, layout=layout),
-        all2all_name=engine.all2all,
-        experts_name=engine.experts,
-        combine_order=engine.combine_order,
-        here=False,
-    )
+    shape = replace(plan.spec.shape, num_experts=layout.num_experts)
+    choose_paths(replace(plan.spec, shape=shape, layout=layout), config, here=False)
 
 
 def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:
@@ -189,6 +306,9 @@ def choose_backends(
         if missing:
             passed.append(f"{outer}: {missing}")
             continue
+        if combine_order not in manager.prepare_finalize.capability.combine_orders:
+            passed.append(f"{outer}: it adds partial sums by rank, combine_order is {combine_order!r}")
+            continue
         most = manager.prepare_finalize.capability.max_ranks
         if most is not None and spec.layout.num_ranks > most:  # before any experts class is imported
             passed.append(f"{outer}: {spec.layout.num_ranks} ranks, at most {most}")
@@ -220,6 +340,7 @@ def kernel_options(config: Config) -> PrepareFinalizeOptions:
         max_tokens_per_rank=engine.max_tokens_per_rank,
         combine_order=engine.combine_order,
         dispatch_quantised=engine.dispatch_quantised,
+        batches_in_flight=engine.batches_in_flight,
     )
 
 

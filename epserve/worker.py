@@ -29,16 +29,10 @@ from epserve.errors import CheckpointError, InternalError
 from epserve.expert_load import LoadCounter
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
-from epserve.modular_kernel import (
-    FusedMoEExpertsModular,
-    FusedMoEMethodBase,
-    FusedMoEModularKernel,
-    RankContext,
-    Routing,
-    Workspaces,
-)
+from epserve.modular_kernel import RankContext, Routing
 from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, to_physical
+from epserve.rank_kernels import RankKernels
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
 
@@ -153,10 +147,7 @@ class Worker:
         self._layers: dict[int, LayerWeights] = {}
         self._staged: dict[int, _Staged] = {}
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
-        self._method: FusedMoEMethodBase | None = None
-        self._kernel: FusedMoEModularKernel | None = None
-        self._experts: FusedMoEExpertsModular | None = None  # these two outlive a regroup
-        self._workspaces: Workspaces | None = None
+        self.kernels = RankKernels(self.plan, config, ranks)
 
     @property
     def phase(self) -> str:
@@ -193,7 +184,7 @@ class Worker:
             weights_bytes=self.weights_bytes,
             peak_bytes=self._peak_bytes(),
             seconds=time.perf_counter() - start,
-            backends=(self.plan.chosen.all2all, self.plan.chosen.experts),
+            backends=self.plan.chosen.names,
         )
 
     @property
@@ -207,9 +198,8 @@ class Worker:
         assert self._layers, "load() comes first"
         self.phase = "warm-up"
         self._build()
-        assert self._kernel is not None
-        self._kernel.on_phase = self.clock.enter
-        self._kernel.warm_up(next(iter(self._layers.values())).experts)
+        with torch.no_grad():
+            self.kernels.warm_up(next(iter(self._layers.values())), self.clock.enter)
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
         shape = self.plan.spec.shape
         x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
@@ -222,6 +212,7 @@ class Worker:
             plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
             self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
+        self._capture({layer: (self.placements[layer].version, weights) for layer, weights in self._layers.items()})
         if (counter := _compile_counter()) is not None:
             counter.ready()
         self.phase = IDLE
@@ -245,22 +236,19 @@ class Worker:
 
     def check(self) -> None:
         """After the result has been waited for: raises RankFailed where a device kept a failure to itself until now."""
-        if self._kernel is not None:
-            self._kernel.prepare_finalize.check()
+        self.kernels.check()
+
+    def explain(self) -> list[str]:
+        """What was measured and chosen on this rank, and why something that was configured does not happen."""
+        return self.kernels.notes()
 
     def leave(self) -> None:
         """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
 
         NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
         """
-        self._kernel = None
         self.ranks = replace(self.ranks, group=None)
-        if self._method is None:
-            return
-        manager, self._method.manager, self._method.kernel = self._method.manager, None, None
-        if manager is not None:
-            manager.abandon()
-            manager.destroy()
+        self.kernels.leave()
 
     def regroup(self, ranks: RankContext) -> None:
         """Take another process group; warm_up() comes next."""
@@ -270,7 +258,7 @@ class Worker:
 
     def arrange(self, rank: int, arrangement: Arrangement) -> None:
         """Not collective; leave() came before, regroup() comes next. What is staged is taken where it fits, else dropped."""
-        assert self._kernel is None, "leave() comes first"
+        assert not self.kernels.built, "leave() comes first"
         ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
         device = ranks.device.type
         for layer, placement in arrangement.placements.items():
@@ -284,7 +272,7 @@ class Worker:
                 self._unprepared.add(layer)
         if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
             self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
-            self._method = self._experts = self._workspaces = None  # made for another number of experts
+            self.kernels = RankKernels(self.plan, arrangement.config, ranks)  # those were for other numbers of experts
         self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def stage(self, layer: int, placement: Placement) -> bool:
@@ -292,24 +280,34 @@ class Worker:
 
         Raises CheckpointError where the checkpoint is not the one that was loaded any more.
         """
-        assert self._method is not None and placement.layout == self.plan.spec.layout, "warm_up() comes first"
+        assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
         needed = self.weights_bytes // len(self._layers)
         if _free_bytes(self.ranks.device) < needed * STAGING_MARGIN:
             return False
         read = self._read(layer, placement, self.ranks)
-        ready = self._method.process_weights_after_loading(read.experts)
+        ready = self.kernels.prepare_weights(read.experts)
         experts = placement.experts_of(self.ranks.rank)
         self._staged[layer] = _Staged(placement=placement, experts=experts, weights=replace(read, experts=ready))
         return True
+
+    def capture_staged(self, layer: int) -> None:
+        """Between two steps, before any step of the staged placement: its CUDA graphs, where there are any.
+
+        NOTE: before, since a rank that replays a graph and one that does not would not understand each other.
+        """
+        if (staged := self._staged.get(layer)) is not None:
+            self._capture({layer: (staged.placement.version, staged.weights)})
 
     def adopt(self, layer: int, version: int) -> None:
         """No step of the old placement may follow. Without a staged one of this version: nothing happens."""
         if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
             self.placements[layer], self._layers[layer] = staged.placement, staged.weights
             del self._staged[layer]
+            self._keep_graphs()
 
     def unstage(self, layer: int) -> None:
-        self._staged.pop(layer, None)
+        if self._staged.pop(layer, None) is not None:
+            self._keep_graphs()
 
     def _read(self, layer: int, placement: Placement, ranks: RankContext) -> LayerWeights:
         if _stamp(self.config.model.path) != self._checkpoint_stamp:
@@ -318,12 +316,9 @@ class Worker:
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""
-        manager = self._method.manager if self._method is not None else None
         self._layers.clear()
         self._staged.clear()
-        self._kernel = self._method = self._experts = self._workspaces = None
-        if manager is not None:
-            manager.destroy()
+        self.kernels.destroy()
 
     def _step(self, plan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
         placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
@@ -339,10 +334,10 @@ class Worker:
         physical = to_physical(routing, placement, token_offset=first)
         if plan.step >= 0:  # warm-up's tokens are nobody's
             self.load_counter.add(plan.layer, routing.ids_Mt)
-        assert self._kernel is not None
-        out_MK = self._kernel.forward(
-            x_MK, physical, weights=weights.experts, tokens_per_rank=plan.tokens_per_rank, shared_experts=shared
-        )
+        out_MK = self.kernels.forward(
+            (plan.layer, plan.placement), x_MK, _whole(physical, self.info.top_k), weights=weights.experts,
+            tokens_per_rank=plan.tokens_per_rank, shared_experts=shared,
+        )  # fmt: skip
         done = self.counters
         self.counters = Counters(
             steps=done.steps + 1, tokens=done.tokens + x_MK.shape[0], slots=done.slots + routing.ids_Mt.numel()
@@ -352,7 +347,7 @@ class Worker:
     def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
         """The plan against what came: a mismatch here is a defect of the scheduler, not of a caller."""
         rank, shape = self.ranks.rank, self.plan.spec.shape
-        if self._kernel is None:
+        if not self.kernels.built:
             raise InternalError("the kernel is not built: warm_up() comes before step()")
         if plan.layer not in self._layers:
             raise InternalError(f"layer {plan.layer} is not loaded (loaded: {sorted(self._layers)})")
@@ -373,36 +368,41 @@ class Worker:
         return held[plan.placement]
 
     def _build(self) -> None:
-        """The kernel on the present group."""
-        if self._kernel is not None:
-            return
-        options = rank_plan.kernel_options(self.config)
-        if self._method is None:
-            self._method = self.plan.method(self.plan.spec, self.plan.chosen.as_backends())
-        if self._experts is None:
-            self._kernel = self._method.init_prepare_finalize(self.ranks, options)
-            self._experts, self._workspaces = self._kernel.fused_experts, self._kernel.workspaces
-            self._prepare()
-            return
-        prepare_finalize = self._method.maybe_make_prepare_finalize(self.ranks, options)
-        assert prepare_finalize is not None
-        self._kernel = FusedMoEModularKernel(prepare_finalize, self._experts, workspaces=self._workspaces)
-        self._method.kernel = self._kernel
+        """The kernels on the present group."""
+        if not self.kernels.built:
+            self.kernels.build(self.ranks)
         self._prepare()
 
     def _prepare(self) -> None:
-        """Let the experts class see the layers that were read since."""
-        assert self._method is not None
+        """Let the experts classes see the layers that were read since."""
         for layer in sorted(self._unprepared & set(self._layers)):
             weights = self._layers[layer]
-            ready = self._method.process_weights_after_loading(weights.experts)
-            self._layers[layer] = replace(weights, experts=ready)
+            self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(weights.experts))
         self._unprepared.clear()
+
+    def _capture(self, layers: Mapping[int, tuple[int, LayerWeights]]) -> None:
+        with torch.no_grad():
+            self.kernels.capture(((layer, version), weights) for layer, (version, weights) in layers.items())
+
+    def _keep_graphs(self) -> None:
+        keys = {(layer, self.placements[layer].version) for layer in self._layers}
+        self.kernels.keep_graphs(keys | {(layer, each.placement.version) for layer, each in self._staged.items()})
 
     def _peak_bytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _whole(routing: Routing, top_k: int) -> Routing:
+    """As many columns as the kernels are made for: a request may name fewer experts a token than the model does."""
+    missing = top_k - routing.ids_Mt.shape[1]
+    if missing == 0:
+        return routing
+    return Routing(
+        ids_Mt=torch.nn.functional.pad(routing.ids_Mt, (0, missing), value=-1),
+        weights_Mt=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -35,8 +35,8 @@ torch.ones(300, 300) @ torch.ones(300, 300)  # the libraries' own first-use memo
 before = anonymous()
 report = worker.load()
 worker.warm_up()
-worker._kernel.workspaces.poison()  # reserved memory is not resident until it is written
-sizes = {"weights": report.weights_bytes, "workspaces": worker._kernel.workspaces.nbytes}
+worker.kernels.workspaces.poison()  # reserved memory is not resident until it is written
+sizes = {"weights": report.weights_bytes, "workspaces": worker.kernels.workspaces.nbytes}
 print(json.dumps({"measured": anonymous() - before, **sizes}))
 worker.close()
 dist.destroy_process_group()

@@ -36,6 +36,10 @@ class PrepareFinalizeCapability:
     async_receive: bool = False
     """Has prepare_no_receive: the transfer goes on while the caller computes."""
     cuda_graph: bool = False
+    combine_orders: frozenset[str] = frozenset({"rank", "slot"})
+    """Which `PrepareFinalizeOptions.combine_order` it can keep."""
+    most_tokens: int | None = None
+    """Largest cap of one round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

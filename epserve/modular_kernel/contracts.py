@@ -97,8 +97,12 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         """How many ranks may send rows to this one, itself included."""
         return self.ranks.world_size
 
+    def num_local_experts(self) -> int:
+        """Physical experts whose weights this rank holds."""
+        return self.spec.layout.counts[self.ranks.rank]
+
     def max_rows(self) -> int:
-        """Most rows that prepare can return in Standard format: what workspaces are reserved for."""
+        """Most rows that prepare can return, in BatchedExperts of one expert (T): what workspaces are reserved for."""
         return self.options.max_tokens_per_rank * self.num_dispatchers()
 
     def has_prepare_no_receive(self) -> bool:

@@ -47,11 +47,9 @@ class FusedMoEModularKernel:
         if pf.activation_format() is FusedMoEActivationFormat.Standard:
             rows = pf.max_rows() if prepared is None else prepared.x.shape[0]
             top_k = self.top_k if prepared is None or prepared.routing is None else prepared.routing.ids_Mt.shape[1]
-            return self.fused_experts.workspace_shapes(rows, top_k, pf.spec.layout.counts[pf.ranks.rank])
-        if prepared is None:
-            num_experts = pf.spec.layout.counts[pf.ranks.rank]
-            capacity = pf.num_dispatchers() * pf.options.max_tokens_per_rank
-        else:
+            return self.fused_experts.workspace_shapes(rows, top_k, pf.num_local_experts())
+        num_experts, capacity = pf.num_local_experts(), pf.max_rows()
+        if prepared is not None:
             num_experts, capacity = prepared.x.shape[:2]
         return self.fused_experts.workspace_shapes(0, self.top_k, num_experts, capacity)
 
@@ -90,12 +88,12 @@ class FusedMoEModularKernel:
         if cap is None:
             yield 0, num_tokens, counts
             return
-        longest = max(counts) if counts is not None else self._agree_longest(num_tokens)
+        longest = max(counts) if counts is not None else self.agree_longest(num_tokens)
         for start in range(0, max(longest, 1), cap):
             taken = None if counts is None else [min(max(count - start, 0), cap) for count in counts]
             yield min(start, num_tokens), min(start + cap, num_tokens), taken
 
-    def _agree_longest(self, num_tokens: int) -> int:
+    def agree_longest(self, num_tokens: int) -> int:
         ranks = self.prepare_finalize.ranks
         if ranks.world_size == 1:
             return num_tokens
@@ -104,8 +102,7 @@ class FusedMoEModularKernel:
         return int(longest)
 
     def _round(self, x_MK, routing, out_MK, weights, counts, shared_experts) -> None:
-        pf, experts = self.prepare_finalize, self.fused_experts
-        shared_MK = None
+        pf, shared_MK = self.prepare_finalize, None
         self.on_phase("prepare")
         if shared_experts is None:
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
@@ -116,16 +113,20 @@ class FusedMoEModularKernel:
         else:
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
             shared_MK = shared_experts(x_MK)
-        self.on_phase("experts")
-        shapes = self.workspace_shapes(prepared)
-        workspace, output = self.workspaces.carve(shapes), prepared.output
-        if output is None or (output.shape, output.dtype) != (torch.Size(shapes.output), shapes.output_dtype):
-            output = workspace.output
-        y = experts.apply(output, prepared, weights=weights, workspace=workspace)
+        y = self.run_experts(prepared, weights, self.workspaces)
         self.on_phase("finalize")
-        pf.finalize(prepared.handle, y, reduce=experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
+        pf.finalize(prepared.handle, y, reduce=self.fused_experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
         if shared_MK is not None:
             out_MK += shared_MK
+
+    def run_experts(self, prepared: Prepared, weights: ExpertWeights, workspaces: Workspaces) -> torch.Tensor:
+        """What the experts make of one batch; it lies in `prepared.output` or in `workspaces`, until they are used again."""
+        self.on_phase("experts")
+        shapes = self.workspace_shapes(prepared)
+        workspace, output = workspaces.carve(shapes), prepared.output
+        if output is None or (output.shape, output.dtype) != (torch.Size(shapes.output), shapes.output_dtype):
+            output = workspace.output
+        return self.fused_experts.apply(output, prepared, weights=weights, workspace=workspace)
 
 
 def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, num_experts: int) -> Routing:

@@ -1,0 +1,154 @@
+"""CUDA graphs of whole kernel steps, one for each layer and bucket of tokens, captured at warm-up and replayed in serving.
+
+A graph has fixed addresses and sizes. Every rank pads its batch to the bucket with rows whose ids are all -1: they reach no
+expert and change no bit of the others. The bucket follows from the busiest rank's tokens, which all ranks know, so that all
+ranks replay the same graph.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epserve.errors import ConfigError
+
+from .capability import LayerSpec
+from .contracts import RankContext
+from .kernel import SharedExperts
+from .types import ExpertWeights, Routing
+
+LOG = logging.getLogger("epserve.graphs")
+WARM_RUNS = 2  # eager ones before a capture: whatever a library sets up on first use must not happen inside it
+
+Forward = Callable[..., torch.Tensor]
+"""`FusedMoEModularKernel.forward`, or what stands for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticBatch:
+    """What the graphs of one bucket read and write, shared by all layers: one step runs at a time."""
+
+    x_MK: torch.Tensor
+    routing: Routing
+    out_MK: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, spec: LayerSpec, device: torch.device) -> StaticBatch:
+        x_MK = torch.zeros((num_tokens, spec.shape.hidden), dtype=spec.shape.dtype, device=device)
+        ids_Mt = torch.full((num_tokens, spec.shape.top_k), -1, dtype=torch.int32, device=device)
+        weights_Mt = torch.zeros(ids_Mt.shape, dtype=torch.float32, device=device)
+        return cls(x_MK=x_MK, routing=Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt), out_MK=torch.empty_like(x_MK))
+
+    def fill(self, x_MK: torch.Tensor, routing: Routing) -> None:
+        """A shorter batch; rows behind it go to no expert, whatever they hold."""
+        count = x_MK.shape[0]
+        self.x_MK[:count] = x_MK
+        self.routing.ids_Mt[:count] = routing.ids_Mt
+        self.routing.ids_Mt[count:] = -1
+        self.routing.weights_Mt[:count] = routing.weights_Mt
+
+
+class StepGraphs:
+    """Of one kernel. Not collective by itself: ranks capture alike because they are configured alike."""
+
+    def __init__(self, forward: Forward, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
+        """buckets: tokens of the busiest rank, ascending. Raises ConfigError where graphs cannot be."""
+        if ranks.device.type != "cuda":
+            raise ConfigError(f"CUDA graphs need a CUDA device, this rank has {ranks.device}")
+        if not buckets or sorted(set(buckets)) != list(buckets) or buckets[0] < 1:
+            raise ConfigError(f"buckets of CUDA graphs must be positive, ascending and distinct, got {tuple(buckets)}")
+        self.forward, self.ranks, self.spec, self.buckets = forward, ranks, spec, tuple(buckets)
+        self._batches: dict[int, StaticBatch] = {}
+        self._graphs: dict[tuple[Hashable, bool, int], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self.replays = 0
+
+    def bucket(self, tokens_per_rank: Sequence[int]) -> int | None:
+        """The smallest that holds the busiest rank's tokens; None: too many for a graph."""
+        at = bisect.bisect_left(self.buckets, max(tokens_per_rank))
+        return self.buckets[at] if at < len(self.buckets) else None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def has(self, key: Hashable, shared: bool, bucket: int | None) -> bool:
+        return (key, shared, bucket) in self._graphs
+
+    def warm(self, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
+        """Collective: eager steps of every bucket, so that nothing is set up for the first time inside a capture."""
+        for bucket in self.buckets:
+            batch = self._batch(bucket)
+            for _ in range(WARM_RUNS):
+                self._run(batch, weights, shared_experts)
+        torch.cuda.synchronize(self.ranks.device)
+
+    def capture(self, key: Hashable, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
+        """One graph a bucket for these weights, which must stay where they are as long as `key` is replayed.
+
+        key: of the weights (a layer and the version of its placement). Nothing runs, so no other rank is needed.
+        """
+        for bucket in self.buckets:
+            batch, graph = self._batch(bucket), torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            # One pool for all: graphs replay one at a time, and what they leave lies in `out_MK`, outside of it.
+            # "thread_local": other threads of this process may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._run(batch, weights, shared_experts)
+            self._graphs[key, shared_experts is not None, bucket] = graph
+
+    def drop(self, key: Hashable) -> None:
+        for known in [known for known in self._graphs if known[0] == key]:
+            del self._graphs[known]
+
+    def keys(self) -> set[Hashable]:
+        return {known[0] for known in self._graphs}
+
+    def replay(self, key: Hashable, x_MK: torch.Tensor, routing: Routing, *, shared: bool, bucket: int) -> torch.Tensor:
+        """`(M, K)` of this rank's own rows, in fresh memory. Collective."""
+        batch = self._batch(bucket)
+        batch.fill(x_MK, routing)
+        self._graphs[key, shared, bucket].replay()
+        self.replays += 1
+        return batch.out_MK[: x_MK.shape[0]].clone()
+
+    def padded_eager(
+        self,
+        x_MK: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        shared_experts: SharedExperts | None,
+        bucket: int,
+    ) -> torch.Tensor:
+        """What `replay` must equal bit for bit: the same padded batch without a graph. Collective."""
+        batch = self._batch(bucket)
+        batch.fill(x_MK, routing)
+        self._run(batch, weights, shared_experts)
+        return batch.out_MK[: x_MK.shape[0]].clone()
+
+    def _batch(self, bucket: int) -> StaticBatch:
+        if bucket not in self._batches:
+            self._batches[bucket] = StaticBatch.empty(bucket, self.spec, self.ranks.device)
+        return self._batches[bucket]
+
+    def _run(self, batch: StaticBatch, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
+        counts = (batch.x_MK.shape[0],) * self.ranks.world_size
+        out_MK = self.forward(
+            batch.x_MK, batch.routing, weights=weights, tokens_per_rank=counts, shared_experts=shared_experts
+        )
+        batch.out_MK.copy_(out_MK)
+
+
+def why_no_graphs(spec: LayerSpec, pf_graphs: bool, experts_graphs: bool, names: tuple[str, str]) -> str | None:
+    """Why steps of this pair run eagerly, or None."""
+    if spec.device != "cuda":
+        return f"the ranks run on {spec.device}: every step is eager"
+    if not pf_graphs:
+        return f"{names[0]} waits on the host in every dispatch: no CUDA graph can hold it"
+    if not experts_graphs:
+        return f"{names[1]} waits on the host: no CUDA graph can hold it"
+    return None

@@ -1,0 +1,278 @@
+"""The kernels of one rank: one for each all-to-all path over the same weights, and how a step runs on the chosen one.
+
+Most services have one path. With `engine.all2all: measured` there are several, which share their workspaces: a step takes the
+one that was fastest for its number of tokens (`modular_kernel/crossover.py`). A path runs a step as a CUDA graph where one was
+captured for it, as two halves in flight where that is configured, else plainly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from epserve.config import Config
+from epserve.models import LayerWeights
+from epserve.modular_kernel import (
+    ExpertWeights,
+    FusedMoEExpertsModular,
+    FusedMoEModularKernel,
+    LayerSpec,
+    RankContext,
+    Routing,
+    Workspaces,
+)
+from epserve.modular_kernel.crossover import Crossover, agree, example, measure
+from epserve.modular_kernel.graphs import StepGraphs, why_no_graphs
+from epserve.modular_kernel.in_flight import TwoInFlight, why_not_two
+from epserve.modular_kernel.kernel import SharedExperts
+from epserve.rank_plan import PathPlan, RankPlan
+
+log = logging.getLogger(__name__)
+
+OnPhase = Callable[[str], object]
+
+
+def _no_phase(phase: str) -> None:
+    """For steps whose time nobody reads. NOTE: a clock's events must not be recorded inside a capture."""
+
+
+class Path:
+    """One all-to-all with its experts. What outlives a process group: the experts object and the workspaces."""
+
+    def __init__(self, plan: RankPlan, path: PathPlan, config: Config):
+        self.plan, self.config = path, config
+        self.method = plan.method(path.spec, path.chosen.as_backends())
+        self.experts: FusedMoEExpertsModular | None = None
+        self.kernel: FusedMoEModularKernel | None = None
+        self.two: TwoInFlight | None = None
+        self.graphs: StepGraphs | None = None
+        self.notes: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return self.plan.chosen.all2all
+
+    def build(self, ranks: RankContext, first: Workspaces, second: Workspaces) -> None:
+        """Collective."""
+        if self.kernel is not None:
+            return
+        prepare_finalize = self.method.maybe_make_prepare_finalize(ranks, self.plan.options)
+        assert prepare_finalize is not None, "a layer without experts needs no kernel"
+        if self.experts is None:
+            self.experts = self.method.select_gemm_impl(prepare_finalize)
+        self.kernel = FusedMoEModularKernel(prepare_finalize, self.experts, workspaces=first)
+        self.method.kernel = self.kernel
+        self.notes.clear()
+        engine = self.config.engine
+        if engine.batches_in_flight > 1:
+            if reason := why_not_two(prepare_finalize):
+                self.notes.append(f"{self.name}: one batch in flight: {reason}")
+            else:
+                self.two = TwoInFlight(self.kernel, second=second, from_tokens=engine.overlap_min_tokens)
+        if engine.cuda_graph_tokens:
+            graphs = prepare_finalize.capability.cuda_graph, self.experts.capability.cuda_graph
+            names = self.name, self.plan.chosen.experts
+            if reason := why_no_graphs(self.plan.spec, *graphs, names):
+                self.notes.append(f"{self.name}: no CUDA graphs: {reason}")
+            else:
+                buckets = [each for each in engine.cuda_graph_tokens if self.plan.cap is None or each <= self.plan.cap]
+                self.graphs = StepGraphs(self._eager, ranks, self.plan.spec, buckets) if buckets else None
+
+    def leave(self) -> None:
+        """The group is broken: nothing collective."""
+        self.kernel = self.two = self.graphs = self.method.kernel = None
+        manager, self.method.manager = self.method.manager, None
+        if manager is not None:
+            manager.abandon()
+            manager.destroy()
+
+    def destroy(self) -> None:
+        """Collective."""
+        self.kernel = self.two = self.graphs = self.method.kernel = None
+        manager, self.method.manager = self.method.manager, None
+        if manager is not None:
+            manager.destroy()
+
+    def forward(
+        self, key: Hashable, x_MK, routing: Routing, *, weights: ExpertWeights, tokens_per_rank, shared_experts
+    ) -> torch.Tensor:
+        assert self.kernel is not None
+        shared = shared_experts is not None
+        bucket = self.graphs.bucket(tokens_per_rank) if self.graphs is not None else None
+        # Captured on all ranks or on none: at warm-up, or before a staged placement is used.
+        if self.graphs is not None and bucket is not None and self.graphs.has(key, shared, bucket):
+            self.kernel.on_phase("experts")
+            return self.graphs.replay(key, x_MK, routing, shared=shared, bucket=bucket)
+        return self._eager(
+            x_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, shared_experts=shared_experts
+        )
+
+    def capture(self, key: Hashable, weights: LayerWeights) -> None:
+        if self.graphs is None:
+            return
+        assert self.kernel is not None
+        on_phase, self.kernel.on_phase = self.kernel.on_phase, _no_phase
+        try:
+            for shared in {id(each): each for each in (None, weights.shared)}.values():
+                self.graphs.capture(key, weights.experts, shared)
+        finally:
+            self.kernel.on_phase = on_phase
+
+    def _eager(self, x_MK, routing, **arguments) -> torch.Tensor:
+        runner = self.two or self.kernel
+        assert runner is not None
+        return runner.forward(x_MK, routing, **arguments)
+
+
+class RankKernels:
+    """All paths of one rank. `build` and `warm_up` are collective; a step is, too."""
+
+    def __init__(self, plan: RankPlan, config: Config, ranks: RankContext):
+        self.plan = plan
+        self.paths = {path.chosen.all2all: Path(plan, path, config) for path in plan.paths}
+        self.first = next(iter(self.paths.values()))
+        self.workspaces, self.second = Workspaces(ranks.device), Workspaces(ranks.device)
+        self.crossover: Crossover | None = None
+        self.ranks = ranks
+
+    @property
+    def built(self) -> bool:
+        return self.first.kernel is not None
+
+    @property
+    def ready(self) -> bool:
+        """The experts objects are made: weights can be prepared for them."""
+        return self.first.experts is not None
+
+    @property
+    def caps(self) -> dict[str, int | None]:
+        return {name: path.plan.cap for name, path in self.paths.items()}
+
+    def build(self, ranks: RankContext) -> None:
+        """Collective: every path's kernel on the present group."""
+        self.ranks = ranks
+        for path in self.paths.values():
+            path.build(ranks, self.workspaces, self.second)
+
+    def prepare_weights(self, experts: ExpertWeights) -> ExpertWeights:
+        """What every path's experts class makes of them: one set of tensors with everything derived."""
+        for path in self.paths.values():
+            assert path.experts is not None, "build() comes first"
+            experts = path.experts.prepare_weights(experts)
+        return experts
+
+    def warm_up(self, weights: LayerWeights, on_phase: OnPhase) -> None:
+        """Collective: compile and reserve, run every path, agree which serves how many tokens. `weights`: of any layer."""
+        kernels = [path.kernel for path in self.paths.values() if path.kernel is not None]
+        for kernel in kernels:  # all before the first one locks what they share
+            kernel.on_phase = on_phase
+            self.workspaces.reserve(kernel.workspace_shapes())
+        for path in self.paths.values():
+            assert path.kernel is not None
+            path.kernel.warm_up(weights.experts)
+        for path in self.paths.values():
+            if path.two is not None:
+                self.second.reserve(path.two.kernel.workspace_shapes())
+        self.second.lock()
+        for path in self.paths.values():
+            self._touch(path, weights)
+        if len(self.paths) > 1:
+            self.crossover = agree(self.ranks, self.crossover, self.caps) or self._measure(weights)
+        for line in self.notes():
+            log.info(line)
+
+    def capture(self, layers: Iterable[tuple[Hashable, LayerWeights]]) -> None:
+        """Graphs of these layers on every path that has graphs. `key`: of the weights, the same on all ranks."""
+        for key, weights in layers:
+            for path in self.paths.values():
+                path.capture(key, weights)
+
+    def keep_graphs(self, keys: set[Hashable]) -> None:
+        """Forget those of other weights."""
+        for graphs in [path.graphs for path in self.paths.values() if path.graphs is not None]:
+            for key in graphs.keys() - keys:
+                graphs.drop(key)
+
+    def forward(
+        self,
+        key: Hashable,
+        x_MK: torch.Tensor,
+        routing: Routing,
+        *,
+        weights: ExpertWeights,
+        tokens_per_rank: Sequence[int],
+        shared_experts: SharedExperts | None,
+    ) -> torch.Tensor:
+        """Collective. `key`: under which these weights' graphs were captured."""
+        path = self.first
+        if self.crossover is not None:
+            path = self.paths[self.crossover.choice(tokens_per_rank)]
+        return path.forward(
+            key, x_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, shared_experts=shared_experts
+        )
+
+    def check(self) -> None:
+        for path in self.paths.values():
+            if path.kernel is not None:
+                path.kernel.prepare_finalize.check()
+
+    def notes(self) -> list[str]:
+        """For the log and GetStatus: why something that was configured does not happen, and what was measured."""
+        lines = [note for path in self.paths.values() for note in path.notes]
+        for path in self.paths.values():
+            if path.graphs is not None:
+                lines.append(
+                    f"{path.name}: CUDA graphs for up to {', '.join(map(str, path.graphs.buckets))} tokens a rank"
+                )
+            if path.two is not None:
+                lines.append(f"{path.name}: two batches in flight from {path.two.from_tokens} tokens a rank")
+        return lines + (self.crossover.explain() if self.crossover is not None else [])
+
+    def leave(self) -> None:
+        for path in self.paths.values():
+            path.leave()
+        self.ranks = replace(self.ranks, group=None)
+
+    def destroy(self) -> None:
+        """Collective. Every path is destroyed, whatever becomes of the one before."""
+        errors = []
+        for path in self.paths.values():
+            try:
+                path.destroy()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _touch(self, path: Path, weights: LayerWeights) -> None:
+        """Each path's first steps: they set up connections, and what a capture must find ready."""
+        x_MK, routing = self._example(2)
+        counts = (2,) * self.ranks.world_size
+        for shared in {id(each): each for each in (None, weights.shared)}.values():
+            path.forward(None, x_MK, routing, weights=weights.experts, tokens_per_rank=counts, shared_experts=shared)
+            if path.graphs is not None:
+                path.graphs.warm(weights.experts, shared)
+
+    def _measure(self, weights: LayerWeights) -> Crossover:
+        if any(path.graphs is not None for path in self.paths.values()):
+            self.capture([("measure", weights)])  # what a step of these sizes will be
+        runs = {
+            name: lambda x, routing, counts, path=path: path.forward(
+                "measure", x, routing, weights=weights.experts, tokens_per_rank=counts, shared_experts=None
+            )
+            for name, path in self.paths.items()
+        }
+        most = max(path.plan.options.max_tokens_per_rank for path in self.paths.values())
+        table = measure(self.ranks, self.plan.spec, runs, self.caps, most=most)
+        self.keep_graphs(set())
+        return table
+
+    def _example(self, num_tokens: int) -> tuple[torch.Tensor, Routing]:
+        return example(self.plan.spec, num_tokens, self.ranks)
+
+
+def spec_for(spec: LayerSpec, *, cuda_graph: bool) -> LayerSpec:
+    return replace(spec, cuda_graph=cuda_graph)

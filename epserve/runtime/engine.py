@@ -212,9 +212,11 @@ class Engine:
     def _explain_backends(self) -> str:
         chosen, members = self.plan.chosen, self._pool.members if self._pool is not None else ()
         report = next((member.report for member in members if member.report is not None), None)
-        if report is not None and report.backends != (chosen.all2all, chosen.experts):
-            return f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
-        return chosen.explain()
+        text = chosen.explain()
+        if report is not None and report.backends != chosen.names:
+            text = f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
+        lines = self._pool.explanation if self._pool is not None else ()
+        return text + "".join(f"\n  - {line}" for line in lines)
 
     def _rank_status(self, member) -> RankStatus:
         facts, report, pulse = member.facts, member.report, member.pulse

@@ -69,6 +69,8 @@ class Pool:
         self.load = LoadTotals(plan.layers, plan.placement.num_logical)
         self._phases: dict[int, tuple[dict[str, float], ...]] = {}
         self.generation = 0
+        self.explanation: tuple[str, ...] = ()
+        """What rank 0 measured and chose when the present group was made."""
         self.serving = asyncio.Event()
         self._running: dict[int, asyncio.Future] = {}
         self.started = self.closing = False
@@ -285,6 +287,8 @@ class Pool:
         if marks is not None:
             marks.add("join")
             marks.seconds.update(max(parts, key=lambda each: sum(each.values())))
+        (lines,) = await call_all(self.members[:1], "explain", timeout=limit)
+        self.explanation = tuple(lines)
 
     def set_serving(self) -> None:
         if self.closing:

@@ -210,7 +210,15 @@ class RankActor:
 
     def _stage(self, layer: int, placement: Placement) -> bool:
         assert self._worker is not None
-        return self._worker.stage(layer, placement)
+        if not self._worker.stage(layer, placement):
+            return False
+        with self._busy:  # between two steps
+            self._worker.capture_staged(layer)
+        return True
+
+    def _explain(self) -> list[str]:
+        assert self._worker is not None
+        return self._worker.explain()
 
     def _adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None

@@ -23,6 +23,15 @@ from epserve.synthetic import LayerSizes, SyntheticLayer, reasons
 TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}  # relative L2 error
 BATCHED_CAP = 128  # tokens a rank: batched formats lay out this many rows for every expert and rank
 REPLICAS = "replicas"
+_FIRST = ("nvlink", "allgather_reducescatter", "deepep_ht", "all_to_all")  # in the order in which experts can be shared
+_LAST = ("deepep_ll", "nvlink_batched", "all_to_all_batched", "deepep_v2", "nvshmem")  # DeepEP has its own NVSHMEM
+_KNOWN = all2all.REGISTRY.names()
+BACKENDS = (
+    *(name for name in _FIRST if name in _KNOWN),
+    *(name for name in _KNOWN if name not in (*_FIRST, *_LAST, "local")),
+    *(name for name in _LAST if name in _KNOWN),
+)
+"""Every all-to-all backend but `local`, those with the same experts one after the other."""
 EAGER_CALLS = 20
 KEPT: list[SyntheticLayer] = []
 """The latest layer of this process: its weights, compiled experts and workspaces serve the next one of the same spec."""

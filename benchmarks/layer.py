@@ -29,14 +29,13 @@ import torch
 
 from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
 from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case, scale_rows
-from benchmarks.ep_layer import BATCHED_CAP, measure, time_call
+from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, measure, time_call
 from benchmarks.expert_inputs import Inputs
 from benchmarks.peer_times import best_peer, best_rate, floor_us
 from benchmarks.torch_peer import TorchGroupedMM
 from epserve.gate import route
 from epserve.synthetic import LayerSizes, SyntheticLayer, gate_weights, shared_expert
 
-BACKENDS = ("nvlink", "deepep_ht", "all_to_all", "allgather_reducescatter", "deepep_ll", "all_to_all_batched")
 PARTS = "parts"
 EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight
 DTYPES = {"none": "bf16", "fp8_block": "fp8_block"}

@@ -12,6 +12,7 @@ a CUDA graph. The peer's experts are, each stated in the JSON:
     stored     the fastest peer of `peers/h200.csv` for as many (token, local expert) pairs, extrapolated above 16,384
     rate       those operations at the highest rate that any peer has in any cell of that table: nobody showed it here
     torch      torch's grouped GEMMs on the rows that arrived, timed in this run (bf16 only)
+    cutlass, deepgemm   our backends of these names on those rows, timed in this run, where the packages are installed
     floor      operations or bytes at the chip's rate: what no experts can beat
 ratio = ours / baseline. Peers' times are of another machine of the same kind; torch's, timed on both, tells the difference.
 """
@@ -24,17 +25,27 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+import experts
 from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
-from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case, scale_rows
-from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, measure, time_call
+from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case
+from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, TOLERANCE, measure, time_call
 from benchmarks.expert_inputs import Inputs
 from benchmarks.peer_times import best_peer, best_rate, floor_us
 from benchmarks.torch_peer import TorchGroupedMM
 from epserve.gate import route
-from epserve.synthetic import LayerSizes, SyntheticLayer, gate_weights, shared_expert
+from epserve.modular_kernel import (
+    DispatchHandle,
+    FusedMoEExpertsModular,
+    HandleBook,
+    Prepared,
+    Routing,
+    Workspaces,
+)
+from epserve.synthetic import LayerSizes, SyntheticLayer, gate_weights, reasons, shared_expert
 
 PARTS = "parts"
 EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight
@@ -96,7 +107,8 @@ class OnOurBuffer:
             largest_hidden=spec.shape.hidden, largest_experts=spec.shape.num_experts,
         )  # fmt: skip
         self.case, self.fp8 = case, fp8
-        self.buffer = pf.buffer if backend == "deepep_ht" else pf.shared.buffer
+        owner: Any = pf if backend == "deepep_ht" else pf.shared  # type: ignore[attr-defined]
+        self.buffer = owner.buffer
         self.cap = pf.options.max_tokens_per_rank
 
 
@@ -136,34 +148,62 @@ def bare(backend: str, ranks: Ranks, layer: SyntheticLayer, num_tokens: int):
         both = dispatch + combine
     times = [max(each) for each in zip(*ranks.gather((dispatch, combine, both)), strict=True)]
     yield cell | {"us": times[2], "dispatch_us": times[0], "combine_us": times[1], "graph": backend == "deepep_ll"}
-    if backend == "deepep_ht" and not fp8:
-        yield torch_experts(ranks, layer, candidate, num_tokens)
+    if isinstance(candidate, HighThroughput):
+        yield from peers_here(ranks, layer, candidate, num_tokens)
 
 
-def torch_experts(ranks: Ranks, layer: SyntheticLayer, candidate: HighThroughput, num_tokens: int) -> dict:
-    """torch's grouped GEMMs on the rows that DeepEP delivered; and the whole chain with them, for real."""
-    peer = TorchGroupedMM(layer.raw_weights, layer.sizes.top_k)
-    assert layer.shared is not None
+def peers_here(ranks: Ranks, layer: SyntheticLayer, candidate: HighThroughput, num_tokens: int):
+    """Experts of libraries on the rows that DeepEP delivered, each held to our own experts' result on them.
 
-    def inputs(state) -> Inputs:
-        ids = state.ids.int()
-        return Inputs(x=state.x, ids_local=ids, weights=state.weights, pairs=0, active=0)
-
+    cutlass, deepgemm: the library's products with our kernels around them. torch: its grouped products with the small kernels of
+    `torch_peer.py`; with those the whole chain is timed too, call after call.
+    """
     state = candidate.prepare()
-    arrived = inputs(state)
-    pairs = int((arrived.ids_local >= 0).sum())
-    candidate.finalize(state, scale_rows(state.x, state.weights, state.ids >= 0))
-    us, _ = time_graph(lambda: peer.run(arrived), ranks)
+    x, scales = state.x if candidate.fp8 else (state.x, None)
+    routing = Routing(ids_Mt=state.ids.int().contiguous(), weights_Mt=state.weights)
+    prepared = Prepared(x=x, scales=scales, routing=routing, handle=DispatchHandle(HandleBook("peers"), None))
+    pairs = ranks.gather(int((routing.ids_Mt >= 0).sum()))
+    candidate.finalize(state, candidate.identity(state))
+    if not min(pairs):
+        return  # a rank without rows: nothing to compare
+    want = apply(layer.kernel.fused_experts, prepared, layer)()
+    runs: dict = {}
+    for name in ("cutlass", "deepgemm"):
+        if name in experts.REGISTRY.names() and not reasons("deepep_ht", name, layer.spec):
+            runs[name] = apply(experts.REGISTRY.get(name)(layer.spec), prepared, layer)
+    if not candidate.fp8:
+        peer = TorchGroupedMM(layer.raw_weights, layer.sizes.top_k)
+        runs["torch"] = lambda: peer.run(inputs_of(state))
+    for name, call in runs.items():
+        error = max(ranks.gather(((call().float() - want.float()).norm() / want.float().norm()).item()))
+        if not error < 2 * TOLERANCE[layer.sizes.scheme]:
+            raise ValueError(f"{name} and our experts differ, relative L2 error {error:.3g}")
+        us = max(ranks.gather(time_graph(call, ranks)[0]))
+        cell = {"backend": f"peer_{name}", "scheme": layer.sizes.scheme, "tokens": num_tokens, "us": us, "graph": True}
+        cell |= {"pairs": max(pairs), "error": error}
+        if name == "torch":
+            cell["chain_us"], _ = time_call(lambda: chain(candidate, layer, peer), ranks, graphed=False)
+        yield cell
 
-    def chain() -> torch.Tensor:
-        state = candidate.prepare()
-        out = candidate.finalize(state, peer.run(inputs(state)))
-        return out + layer.shared(candidate.x)
 
-    chain_us, _ = time_call(chain, ranks, graphed=False)
-    worst = [max(each) for each in zip(*ranks.gather((us, pairs)), strict=True)]
-    cell = {"backend": "torch_experts", "scheme": "none", "tokens": num_tokens, "us": worst[0], "graph": True}
-    return cell | {"chain_us": chain_us, "pairs": worst[1]}
+def apply(fused: FusedMoEExpertsModular, prepared: Prepared, layer: SyntheticLayer):
+    """A call of `fused` on one batch, with a workspace of its own."""
+    assert prepared.routing is not None
+    weights = fused.prepare_weights(layer.raw_weights)
+    num_rows, top_k = prepared.routing.ids_Mt.shape
+    shapes = fused.workspace_shapes(num_rows, top_k, weights.num_experts)
+    workspace = Workspaces(prepared.x.device).carve(shapes)
+    return lambda: fused.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+
+
+def inputs_of(state) -> Inputs:
+    return Inputs(x=state.x, ids_local=state.ids.int(), weights=state.weights, pairs=0, active=0)
+
+
+def chain(candidate: HighThroughput, layer: SyntheticLayer, peer: TorchGroupedMM) -> torch.Tensor:
+    state = candidate.prepare()
+    out = candidate.finalize(state, peer.run(inputs_of(state)))
+    return out if layer.shared is None else out + layer.shared(candidate.x)
 
 
 def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
@@ -176,9 +216,11 @@ def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
     dtype = DTYPES[scheme]
     peers = {"stored": best_peer(dtype, pairs), "rate": best_rate(dtype, pairs)}
     peers["floor"] = {"peer": "none", "us": floor_us(dtype, pairs), "how": "the chip's rate"}
-    if "torch_experts" in at:
-        peers["torch"] = {"peer": "torch_gmm", "us": at["torch_experts"]["us"], "how": "this run"}
-        row["torch_chain_us"] = at["torch_experts"]["chain_us"]
+    for name in ("torch", "cutlass", "deepgemm"):
+        if f"peer_{name}" in at:
+            peers[name] = {"peer": name, "us": at[f"peer_{name}"]["us"], "how": "this run"}
+    if "peer_torch" in at:
+        row["torch_chain_us"] = at["peer_torch"]["chain_us"]
     for mode in ("deepep_ht", "deepep_ll"):
         if f"bare_{mode}" not in at or "shared" not in at:
             continue

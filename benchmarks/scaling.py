@@ -128,7 +128,8 @@ class Run:
         for i, world in enumerate(worlds):
             left = self.stop("layers") - time.monotonic()
             stop = time.monotonic() + left * (0.4 if i == 0 and len(worlds) > 1 else 1 / (len(worlds) - i))
-            names = {1: [REPLICAS], options.ranks: [BACKENDS[0], REPLICAS, *BACKENDS[1:]]}.get(world, BACKENDS)
+            names = [BACKENDS[0], REPLICAS, *BACKENDS[1:]] if world == options.ranks else list(BACKENDS)
+            names = [REPLICAS] if world == 1 else names
             self.jobs("layers", names, run_layer, world=world, stop=stop, key=f"@{world}")
         self.report |= conclude(self.report, options.ranks)
         self.write()
@@ -257,7 +258,8 @@ def main() -> int:
         parser.error(
             f"--ranks {options.ranks}: this host has {available} {'CPU ranks at most' if options.cpu else 'GPUs'}"
         )
-    sizes: LayerSizes = chosen["sizes"]
+    sizes = chosen["sizes"]
+    assert isinstance(sizes, LayerSizes)
     if sizes.num_experts % options.ranks:
         parser.error(f"--ranks {options.ranks} does not divide the {sizes.num_experts} experts")
     fields = {

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epserve import __version__, admin_cli, cluster_cli
+from epserve import __version__, admin_cli, cluster_cli, logs
 from epserve.admin_cli import Authority
 from epserve.errors import EpserveError
-from epserve.serving import logs
 
 TokenFile = Annotated[
     Path | None,

@@ -73,8 +73,10 @@ class EngineConfig(_Section):
     """Started processes, one GPU each on GPU hosts, that take over from ranks that die or hang."""
     spare_weights: Literal["checkpoint", "host"] = "checkpoint"
     """Where a spare gets its experts: read when it takes over, or from copies of all experts that it keeps in host memory."""
-    when_experts_missing: Literal["wait", "refuse"] = "wait"
-    """While a rank without spare or copies is replaced: requests wait until their deadline, or get UNAVAILABLE at once."""
+    when_experts_missing: Literal["wait", "refuse", "serve_without"] = "wait"
+    """While a rank without spare or copies is replaced: all requests wait until their deadline; or the other ranks go on,
+    and requests get UNAVAILABLE whose tokens need experts that are on no rank (refuse), or are answered without those
+    experts, which the reply then names (serve_without)."""
     rebalance_every_s: Annotated[float, Field(ge=0)] = 0.0
     """Look at the load of experts so often and move them where that pays; 0: only when asked."""
     rebalance_above: Annotated[float, Field(ge=1)] = 1.2
@@ -182,7 +184,7 @@ class ServerConfig(_Section):
     trace_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the calls that are traced, of those whose client has not decided."""
     log_format: Literal["text", "json"] = "text"
-    """Of the service's log on stderr; json: one object a line, with request ids."""
+    """Of the service's log on stderr and of the ranks' in Ray's log folder; json: one object a line, with request ids."""
     reflection: bool = True
     """Serve the gRPC reflection service, which lists methods and messages."""
     allow_insecure: bool = False

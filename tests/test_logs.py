@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch
 
+from epserve import logs
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import logs
 from tests.fake_engine import FakeEngine
 from tests.grpc_calls import Frames, connect, message
 from tests.observed import watched
@@ -35,6 +35,13 @@ class TestLogs:
         assert (made["request"], made["layer"], made["status"], made["ms"]) == ("r-7", 3, "OK", 1.234)
         assert made["message"] == "layer=3 status=OK two\nlines ms=1.23 100%"
         assert made["level"] == "info"
+
+    def test_what_a_process_says_of_itself_is_in_every_line(self):
+        for form, shown in (("json", '"rank": 3'), ("text", "[rank 3]")):
+            stream = io.StringIO()
+            logs.configure(form, stream=stream, members=lambda: {"rank": 3})
+            logging.getLogger("epserve.runtime").warning("hm")
+            assert shown in stream.getvalue()
 
     def test_an_exception_is_a_member_of_its_line(self):
         try:

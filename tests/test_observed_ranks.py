@@ -1,6 +1,10 @@
 """Metrics, traces and status of a service with real ranks: what the ranks count and measure arrives."""
 
+import json
+from pathlib import Path
+
 import pytest
+import ray
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -28,7 +32,7 @@ async def test_counts_times_and_spans_of_two_ranks(tmp_path):
         {
             "model": {"path": str(path)},
             "engine": {"ranks": 2, "device": "cpu"},
-            "server": {"port": 0, "metrics_port": 0},
+            "server": {"port": 0, "metrics_port": 0, "log_format": "json"},
         }
     )
     engine, exporter = Engine(config), InMemorySpanExporter()
@@ -48,6 +52,14 @@ async def test_counts_times_and_spans_of_two_ranks(tmp_path):
             await until(lambda: sum(engine.status().expert_tokens.get(layer, ())) == slots, 30)
             sample(server)
             status = await client.status()
+        for rank in status.ranks:  # whatever a rank says in its process's log is an object that names it
+            folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+            (file,) = folder.glob(f"worker-*-{rank.pid}.err")
+            lines = file.read_text().splitlines()
+            said = [json.loads(line) for line in lines if line.startswith("{")]
+            (ready,) = [line for line in said if line["message"].startswith("ready in generation")]
+            assert (ready["rank"], ready["generation"], ready["level"]) == (rank.rank, 1, "info")
+            assert not [line for line in lines if "epserve." in line and not line.startswith("{")]
         found = values((await fetch(server.metrics_port, "/metrics")).text)
     finally:
         await server.stop()

@@ -19,7 +19,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from epserve import rank_plan
+from epserve import logs, rank_plan
 from epserve.config import Config
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
@@ -84,6 +84,7 @@ class RankActor:
     def __init__(self, config: Config, device: str):
         self._config, self._device_kind = config, device
         self._rank = -1
+        logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
         self._copies: HostCopies | None = None
         self._worker: Worker | None = None
         self._server: StepServer | None = None
@@ -198,6 +199,7 @@ class RankActor:
             self._worker.regroup(self._context(group))
             self._worker.warm_up()
             self._generation = address.generation
+            log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
 
     def _leave(self, rank: int, arrangement: Arrangement) -> None:
@@ -292,8 +294,8 @@ class RankActor:
             return {"step": step}, []
         with self._busy:
             try:
-                y_MK, phases = self._run(header, tensors, out)
-                return {"step": step, "phases": phases}, [y_MK] if out is None else []
+                y_MK, told = self._run(header, tensors, out)
+                return {"step": step, **told}, [y_MK] if out is None else []
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step").as_json()
             finally:
@@ -303,8 +305,8 @@ class RankActor:
 
     def _run(
         self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The result on the CPU, and the seconds of each phase."""
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The result on the CPU; the seconds of each phase, and which parts were computed without missing experts."""
         if header["generation"] != self._generation:
             raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
         assert self._worker is not None
@@ -315,12 +317,16 @@ class RankActor:
             mode=header["mode"],
             tokens_per_rank=counts,
             placement=header["placement"],
+            parts=tuple(header.get("parts", ())),
         )
         ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
         self._step_start, self._step = time.monotonic(), plan.step
         y_MK = _to_host(self._worker.step(plan, tensors[0], ids_Mt, weights_Mt), out)
         self._worker.check()  # the copy to the CPU has waited for the device
-        return y_MK, self._worker.clock.seconds()
+        told: dict[str, Any] = {"phases": self._worker.clock.seconds()}
+        if self._worker.left_out:
+            told["left_out"] = list(self._worker.left_out.items())
+        return y_MK, told
 
 
 def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

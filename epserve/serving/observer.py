@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 
-from epserve import __version__
-from epserve.serving import logs, tracing
+from epserve import __version__, logs
+from epserve.serving import tracing
 from epserve.serving.history import History, Percentiles
 from epserve.serving.load import Layout, heat, hottest
 from epserve.serving.metrics import Metrics

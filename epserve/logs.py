@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -29,12 +30,18 @@ def redact(text: str) -> str:
     return _NAMED.sub(r"\1***", _CREDENTIALS.sub(r"\1 ***", text))
 
 
+Members = Callable[[], Mapping[str, Any]]
+"""What every line of a process says besides: which rank it is, say."""
+
+
 class TextFormatter(logging.Formatter):
-    def __init__(self) -> None:
+    def __init__(self, members: Members = dict) -> None:
         super().__init__(TEXT)
+        self._members = members
 
     def format(self, record: logging.LogRecord) -> str:
         text = redact(super().format(record))
+        text += "".join(f" [{name} {value}]" for name, value in self._members().items())
         known = request_id.get()
         return f"{text} [request {known}]" if known and known not in text else text
 
@@ -42,12 +49,17 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One object a line: time, level, logger, message, the values that the template names, request, trace, error."""
 
+    def __init__(self, members: Members = dict) -> None:
+        super().__init__()
+        self._members = members
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": redact(record.getMessage()),
+            **self._members(),
         }
         if request_id.get():
             line["request"] = request_id.get()
@@ -72,11 +84,15 @@ def named_values(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def configure(
-    form: Literal["text", "json"] = "text", *, level: int | None = None, stream: TextIO | None = None
+    form: Literal["text", "json"] = "text",
+    *,
+    level: int | None = None,
+    stream: TextIO | None = None,
+    members: Members = dict,
 ) -> None:
     """One handler of the root logger on `stream` (stderr by default), in the chosen form; in place of an earlier one."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(members))
     root = logging.getLogger()
     for old in [each for each in root.handlers if isinstance(each.formatter, TextFormatter | JsonFormatter)]:
         root.removeHandler(old)

@@ -60,11 +60,18 @@ def _nvlink():
     return NvlinkAll2AllManager
 
 
+def _nvlink_batched():
+    from .nvlink_batched import NvlinkBatchedAll2AllManager
+
+    return NvlinkBatchedAll2AllManager
+
+
 REGISTRY.register("local", "one rank, nothing to send", _local)
 REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that needs it", _all_to_all)
 REGISTRY.register("all_to_all_batched", "torch.distributed: a row to each expert, fixed blocks", _all_to_all_batched)
 REGISTRY.register("allgather_reducescatter", "torch.distributed: every row to every rank", _allgather_reducescatter)
 REGISTRY.register("nvlink", "Triton kernels that store into peers' memory, inside one NVLink domain", _nvlink)
+REGISTRY.register("nvlink_batched", "the same, laid out in fixed blocks on the rank that received", _nvlink_batched)
 REGISTRY.register("deepep_ht", "DeepEP high throughput: a row to each rank that needs it", _deepep_ht)
 REGISTRY.register("deepep_ll", "DeepEP low latency: a row to each expert, fixed blocks", _deepep_ll)
 REGISTRY.register("deepep_v2", "DeepEP 2's ElasticBuffer", _deepep_v2)

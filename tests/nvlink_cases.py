@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python tests/nvlink_cases.py --world 2 --meet /tmp/meet plain
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import all2all
 from all2all.nvlink import NvlinkAll2AllManager
+from all2all.nvlink_batched import NvlinkBatchedAll2AllManager, NvlinkBatchedPrepareAndFinalize
 from epserve.modular_kernel import Entry, RankContext
 from tests.cases import CASES, TOLERANCE
 from tests.nvlink_stress import InterpretedNvlink
@@ -29,17 +31,30 @@ class InterpretedManager(NvlinkAll2AllManager):
     prepare_finalize = InterpretedNvlink
 
 
+class InterpretedBatched(NvlinkBatchedPrepareAndFinalize):
+    capability = dataclasses.replace(NvlinkBatchedPrepareAndFinalize.capability, devices=frozenset({"cpu"}))
+    providers, tilings = InterpretedNvlink.providers, InterpretedNvlink.tilings
+
+
+class InterpretedBatchedManager(NvlinkBatchedAll2AllManager):
+    prepare_finalize = InterpretedBatched
+
+
+BACKENDS = {"nvlink": (InterpretedManager, "loop"), "nvlink_batched": (InterpretedBatchedManager, "batched_loop")}
+
+
 def main(rank: int, args) -> None:
     from tests.triton_interpreter import exact_casts  # noqa: F401, bf16 as the hardware converts it
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{args.meet}", rank=rank, world_size=args.world)
-    all2all.REGISTRY._entries["nvlink"] = Entry(name="nvlink", summary="", load=lambda: InterpretedManager)
+    manager, experts = BACKENDS[args.backend]
+    all2all.REGISTRY._entries[args.backend] = Entry(name=args.backend, summary="", load=lambda: manager)
     ranks = RankContext(rank=rank, world_size=args.world, group=dist.group.WORLD)
     try:
         for name in args.cases:
             for known in (True, False):
-                sums = torch.tensor(run_case(ranks, "nvlink", "loop", name, known), dtype=torch.float64)
+                sums = torch.tensor(run_case(ranks, args.backend, experts, name, known), dtype=torch.float64)
                 dist.all_reduce(sums)
                 error, norm = sums.tolist()
                 limit = TOLERANCE[CASES[name].dtype]
@@ -59,6 +74,7 @@ def main(rank: int, args) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="nvlink")
     parser.add_argument("--meet", required=True, help="a path that does not exist, where the ranks find each other")
     parser.add_argument("cases", nargs="+", choices=tuple(CASES))
     arguments = parser.parse_args()

@@ -64,13 +64,14 @@ def test_random_steps(arguments, tmp_path):
     assert out.count("worst error") == arguments[1]
 
 
-CASE_NAMES = ("bf16", "hidden_67", "all_empty", "silent_owner", "cap_on_one", "holes", "lopsided")
+CASE_NAMES = ("bf16", "hidden_67", "all_empty", "silent_owner", "cap_on_one", "holes", "repeats", "lopsided")
 
 
 @pytest.mark.slow
-def test_cases_of_the_modular_kernel(tmp_path):
+@pytest.mark.parametrize("backend", ["nvlink", "nvlink_batched"])
+def test_cases_of_the_modular_kernel(backend, tmp_path):
     """Rounds, silent ranks, holes, odd sizes, uneven experts: through the kernel, with the experts that leave rows a slot."""
-    out = program("nvlink_cases.py", "--meet", tmp_path / "meet", *CASE_NAMES, interpreted=True)
+    out = program("nvlink_cases.py", "--backend", backend, "--meet", tmp_path / "meet", *CASE_NAMES, interpreted=True)
     assert out.count(": right") == len(CASE_NAMES)
 
 

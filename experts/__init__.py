@@ -42,9 +42,25 @@ def _triton_batched():
     return BatchedTritonExperts
 
 
+def _cutlass():
+    from .cutlass import CutlassExperts
+
+    return CutlassExperts
+
+
+def _deepgemm():
+    from .deepgemm import DeepGemmExperts
+
+    return DeepGemmExperts
+
+
 REGISTRY.register("loop", "a loop over experts: the oracle, readable and slow", _loop)
 REGISTRY.register("grouped_mm", "torch's grouped matrix product over sorted slots", _grouped_mm)
 REGISTRY.register("batched_loop", "a loop over experts on batched rows: the oracle of that format", _batched_loop)
 REGISTRY.register("batched_mm", "batched matrix products over whole blocks, the host never waits", _batched_mm)
 REGISTRY.register("triton", "fused Triton kernels: sort, two grouped GEMMs, weighted sum", _triton, needs="triton")
 REGISTRY.register("triton_batched", "the same on batched rows, work from the counts", _triton_batched, needs="triton")
+REGISTRY.register(
+    "cutlass", "torch's grouped products for GPUs (CUTLASS): bf16, fp8 row by row", _cutlass, needs="triton"
+)
+REGISTRY.register("deepgemm", "DeepGEMM's grouped products: fp8 in blocks", _deepgemm, needs="triton")

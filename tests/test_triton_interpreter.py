@@ -12,9 +12,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_kernels_in_the_interpreter():
+@pytest.mark.parametrize("checks", ["check_experts.py", "check_libraries.py"])
+def test_kernels_in_the_interpreter(checks):
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_files=check_*.py", "tests/triton_interpreter"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-o",
+        "python_files=check_*.py",
+        f"tests/triton_interpreter/{checks}",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -1,0 +1,72 @@
+"""Experts by DeepGEMM's grouped products (package `deep_gemm`): e4m3 in blocks of 1x128 and 128x128, compute capability 9.0."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from epserve.modular_kernel import Activation, ExpertsCapability, ExpertWeights, FusedMoEActivationFormat
+
+from . import triton_warmup
+from .library_gemms import LibraryGemmExperts, Operand
+
+PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
+
+
+class DeepGemmExperts(LibraryGemmExperts):
+    """Rows of an expert begin at a multiple of 128; the library skips tiles whose first row is nobody's.
+
+    NOTE: it compiles by itself, with nvcc, and keeps the results in ~/.deep_gemm: the first start takes minutes.
+    """
+
+    capability = ExpertsCapability(
+        activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16}),
+        quant_schemes=frozenset({"fp8_block"}),
+        activations=frozenset(Activation.KINDS),
+        ungated=False,
+        bias=False,
+        block_aligned=True,
+        cuda_graph=True,
+        min_compute_capability=90,
+    )
+    align = 128
+    wants_owner = True
+
+    @classmethod
+    def unavailable(cls):
+        if importlib.util.find_spec("deep_gemm") is None:
+            return "the package deep_gemm is not installed (github.com/deepseek-ai/DeepGEMM, version 2 or newer)"
+        if reason := triton_warmup.unavailable():
+            return reason
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+            # On 10.0 it would round the checkpoint's scales to powers of two.
+            return f"DeepGEMM serves compute capability (9, 0) here, not {torch.cuda.get_device_capability()}"
+        library = _library()
+        if not hasattr(library, PRODUCT):
+            return f"deep_gemm has no {PRODUCT}: version 2 or newer is needed"
+        if (needed := alignment(library)) != cls.align:
+            return f"deep_gemm wants experts to begin at multiples of {needed} rows, {cls.align} was expected"
+        return None
+
+    def multiply(self, x: Operand, weights: ExpertWeights, *, first: bool, out: torch.Tensor | None) -> torch.Tensor:
+        w, scale = (weights.w13_eNK, weights.s13) if first else (weights.w2_eKN, weights.s2)
+        getattr(_library(), PRODUCT)((x.rows, x.scales), (w, scale), out, x.owner)
+        assert out is not None
+        return out
+
+
+def alignment(library) -> int:
+    """Rows; the function was renamed after version 2.1."""
+    for name in ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"):
+        if hasattr(library, name):
+            return int(getattr(library, name)())
+    return 0
+
+
+def _library():
+    import deep_gemm
+
+    return deep_gemm

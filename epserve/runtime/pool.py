@@ -35,7 +35,7 @@ from .rank import GroupAddress, StoreActor
 from .shm import Arena
 from .spares import Spares
 from .supervisor import SETTLE_S, Marks, Recovery, Supervisor
-from .transport import LinkAddress, SocketLink
+from .transport import INLINE_BYTES, LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +193,8 @@ class Pool:
         return shared if shared is not None else torch.empty(shape, dtype=dtype)
 
     def buffer(self, nbytes: int) -> Any:
-        """As `empty`, for bytes."""
-        shared = self.arena.buffer(nbytes) if self.arena is not None and nbytes else None
+        """As `empty`, for bytes; few of them are not worth a block."""
+        shared = self.arena.buffer(nbytes) if self.arena is not None and nbytes > INLINE_BYTES else None
         return shared if shared is not None else bytearray(nbytes)
 
     def take_phases(self, step: int) -> tuple[dict[str, float], ...]:

@@ -67,7 +67,9 @@ class Calls:
     ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
         self.accounts, self.regions, self.observer = accounts, regions, observer
-        self.door = codec.Door(engine.info, engine.layers, limits)
+        # An engine whose ranks are elsewhere has no memory to offer.
+        make_buffer = getattr(engine, "buffer", bytearray)
+        self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
         self.in_flight = 0
         self.buffered_bytes = 0
         self.draining = asyncio.Event()
@@ -160,7 +162,7 @@ class Calls:
     async def run(
         self,
         checked: codec.CheckedRequest,
-        buffers: Mapping[pb.Field, bytes | bytearray],
+        buffers: Mapping[pb.Field, Any],
         deadline: float,
         caller: Caller,
     ) -> tuple[dict[pb.Field, wire.WireTensor], pb.ForwardReply]:

@@ -73,8 +73,17 @@ def no_regions(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
 class Door:
     """`layers`: those that are served, perhaps not all of the model's."""
 
-    def __init__(self, info: ModelInfo, layers: tuple[int, ...], limits: ServerConfig):
+    def __init__(
+        self,
+        info: ModelInfo,
+        layers: tuple[int, ...],
+        limits: ServerConfig,
+        *,
+        make_buffer: wire.MakeBuffer = bytearray,
+    ):
+        """make_buffer: for the tensors of requests; memory that the ranks share saves a copy."""
         self.info, self.layers, self.limits = info, layers, limits
+        self._make_buffer = make_buffer
 
     def check(self, request: pb.ForwardRequest, request_id: str, resolve: Resolve = no_regions) -> CheckedRequest:
         if request.layer not in self.layers:
@@ -188,12 +197,16 @@ class Door:
             text = f"topk_weights: shape {weights} differs from the shape {ids} of topk_ids"
             raise InvalidRequest(text, field="topk_weights")
 
-    def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray]) -> DecodedRequest:
+    def assembly(self, checked: CheckedRequest) -> wire.Assembly:
+        """For the bytes that come with a request or after it."""
+        return wire.Assembly(checked.sizes, self._make_buffer)
+
+    def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> DecodedRequest:
         """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range.
 
         Bytes in regions are read here.
         """
-        buffers = {**buffers, **{which: each.read() for which, each in checked.slices.items()}}
+        buffers = {**buffers, **{which: each.read(self._make_buffer) for which, each in checked.slices.items()}}
         hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
         if pb.HIDDEN_SCALES in checked.headers:
             scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
@@ -215,10 +228,10 @@ class Door:
             weights=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
         )
 
-    def _tensor(
-        self, checked: CheckedRequest, buffers: Mapping[pb.Field, bytes | bytearray], which: pb.Field
-    ) -> torch.Tensor:
-        return wire.decode(buffers.get(which, b""), checked.headers[which], as_torch=True)
+    def _tensor(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any], which: pb.Field) -> torch.Tensor:
+        return wire.decode(
+            buffers.get(which, b""), checked.headers[which], as_torch=True, make_buffer=self._make_buffer
+        )
 
 
 def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, wire.WireTensor]:

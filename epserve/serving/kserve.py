@@ -211,7 +211,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         deadline = calls.deadline(remaining_s, _timeout_s(request.parameters))
         translated, contents = to_forward_request(request, self._layer(request.model_name, request.model_version))
         checked = calls.check(translated, request_id, caller)
-        assembly = wire.Assembly(checked.sizes)
+        assembly = self._calls.door.assembly(checked)
         with calls.admitted(checked, caller):
             for which, data in contents.items():
                 assembly.add(which, data)

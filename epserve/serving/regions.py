@@ -14,10 +14,11 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, Overloaded, TooLarge
@@ -87,10 +88,10 @@ class Slice:
     nbytes: int
     field: str
 
-    def read(self) -> bytearray:
-        """Raises InvalidRequest when the object has become too short."""
-        buffer = bytearray(self.nbytes)
-        view, at = memoryview(buffer), self.region.offset + self.offset
+    def read(self, make_buffer: Callable[[int], Any] = bytearray) -> Any:
+        """The bytes, in a buffer of their own. Raises InvalidRequest when the object has become too short."""
+        buffer = make_buffer(self.nbytes)
+        view, at = memoryview(buffer).cast("B"), self.region.offset + self.offset
         with self.region.used() as fd:
             while view:
                 count = os.preadv(fd, [view[:_IO_BYTES]], at)

@@ -31,7 +31,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             deadline = self._calls.deadline(context.time_remaining(), own_limit)
             caller = self._calls.caller(context)
             checked = self._calls.check(request, request_id, caller)
-            assembly = wire.Assembly(checked.sizes)
+            assembly = self._calls.door.assembly(checked)
             with self._calls.admitted(checked, caller):
                 for which in checked.sizes:
                     assembly.add(which, checked.headers[which].data)

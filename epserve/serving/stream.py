@@ -116,7 +116,7 @@ class StreamSession:
             deadline = self._calls.deadline(self._context.time_remaining(), own_limit)
             checked = self._calls.check(request, request_id, self._caller)
             held.enter_context(self._calls.admitted(checked, self._caller))
-            assembly = wire.Assembly(checked.sizes)
+            assembly = self._calls.door.assembly(checked)
             for which in checked.sizes:
                 assembly.add(which, checked.headers[which].data)
         except Exception as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,10 +89,17 @@ def _numpy_bytes(value: Any) -> Any:
     return flat.view(np.uint8) if flat.size else b""
 
 
-def decode(buffer: bytes | bytearray, tensor: pb.Tensor, *, as_torch: bool) -> Any:
-    """The tensor whose header is `tensor`, in its own dtype and writable."""
-    owned = buffer if isinstance(buffer, bytearray) else bytearray(buffer)  # views of `bytes` would be read-only
-    return view(owned, tensor, as_torch=as_torch)
+MakeBuffer = Callable[[int], Any]
+"""A number of bytes -> a writable buffer of so many: a bytearray, or shared memory."""
+
+
+def decode(buffer: Any, tensor: pb.Tensor, *, as_torch: bool, make_buffer: MakeBuffer = bytearray) -> Any:
+    """The tensor whose header is `tensor`, in its own dtype and writable: `bytes` are copied to a buffer of their own."""
+    if isinstance(buffer, bytes):
+        owned = make_buffer(len(buffer))
+        memoryview(owned).cast("B")[:] = buffer
+        buffer = owned
+    return view(buffer, tensor, as_torch=as_torch)
 
 
 def view(buffer: Any, tensor: pb.Tensor, *, as_torch: bool) -> Any:
@@ -122,9 +129,9 @@ def num_bytes(tensor: pb.Tensor) -> int:
 class Assembly:
     """Collects the bytes of the tensors of one message. Sizes come from a checked header and are never exceeded."""
 
-    def __init__(self, sizes: Mapping[pb.Field, int]):
-        self._sizes = dict(sizes)
-        self._buffers: dict[pb.Field, bytes | bytearray] = {}
+    def __init__(self, sizes: Mapping[pb.Field, int], make_buffer: MakeBuffer = bytearray):
+        self._sizes, self._make_buffer = dict(sizes), make_buffer
+        self._buffers: dict[pb.Field, Any] = {}
         self._filled = dict.fromkeys(sizes, 0)
 
     @property
@@ -143,12 +150,12 @@ class Assembly:
         if start == 0 and stop == size:
             self._buffers[which] = data  # whole: kept without a copy
         elif data:
-            buffer = self._buffers.setdefault(which, bytearray(size) if start == 0 else b"")
-            assert isinstance(buffer, bytearray)
-            memoryview(buffer)[start:stop] = data
+            if start == 0:
+                self._buffers[which] = self._make_buffer(size)
+            memoryview(self._buffers[which]).cast("B")[start:stop] = data
         self._filled[which] = stop
 
-    def finish(self) -> dict[pb.Field, bytes | bytearray]:
+    def finish(self) -> dict[pb.Field, Any]:
         """Field -> buffer. Raises InvalidRequest when bytes are missing."""
         for which, size in self._sizes.items():
             if self._filled[which] != size:

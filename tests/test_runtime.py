@@ -300,7 +300,7 @@ async def test_joining_a_cluster_and_one_that_cannot_be_reached(engine, path, re
     config = {
         "model": {"path": str(path)},
         "engine": {"device": "cpu", "ranks": 2},
-        "cluster": {"address": "127.0.0.1:1", "start_timeout_s": 200},
+        "cluster": {"address": "127.0.0.1:1", "start_timeout_s": 200, "data_path": "sockets"},
     }
     good = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", SCRIPT, json.dumps(config), good]

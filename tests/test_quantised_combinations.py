@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def run_scheme(ranks: RankContext, pf_name: str, experts_name: str, scheme: str,
 
     start, stop = spec.layout.offsets[ranks.rank], spec.layout.offsets[ranks.rank + 1]
     shared = ("a1", "a2")  # of all experts together
-    mine = {
+    mine: dict[str, Any] = {
         name: (value if name in shared else value[start:stop]).contiguous().to(ranks.device)
         for name, value in every.tensors().items()
     }

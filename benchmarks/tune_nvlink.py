@@ -36,8 +36,17 @@ from epserve.modular_kernel import (
 CALLS = 10
 
 
-def candidates(phase: str, tokens: int, fp8: bool) -> list[Tiling]:
+NARROW = [
+    *((32, 8192, 1), (32, 8192, 2), (32, 8192, 4), (32, 1024, 8), (32, 1024, 16), (32, 1024, 32)),
+    *((16, 1024, 8), (16, 1024, 16)),
+]
+"""With one program on each of 32 multiprocessors, the more bytes a program has under way, the less it waits between tiles."""
+
+
+def candidates(phase: str, tokens: int, fp8: bool, narrow: bool) -> list[Tiling]:
     """Shapes whose tile keeps every thread at one to four 16-byte accesses."""
+    if narrow:
+        return [Tiling(programs=32, warps=warps, block=block, tile=tile) for warps, block, tile in NARROW]
     shapes = [(4, 1024, 1), (8, 2048, 1), (4, 2048, 1), (8, 1024, 2), (16, 4096, 1), (8, 4096, 1), (32, 8192, 1)]
     shapes += [(16, 4096, 2), (32, 8192, 2), (8, 1024, 4), (16, 2048, 4)]
     if tokens <= 128:
@@ -97,7 +106,7 @@ def worker(rank: int, world: int, meet: str, args) -> None:
 
         for phase in ("dispatch", "combine"):
             timed = []
-            for tiling in candidates(phase, tokens, args.fp8):
+            for tiling in candidates(phase, tokens, args.fp8, args.narrow):
 
                 def call(phase=phase, tiling=tiling, best=first["dispatch"], flight=flight, x=x, out=out):
                     pf._dispatch(flight, x, tiling if phase == "dispatch" else best, wait=True)
@@ -119,6 +128,7 @@ def worker(rank: int, world: int, meet: str, args) -> None:
     pf.close()
     if rank == 0 and args.json:
         meta = {"hidden": args.hidden, "experts": args.experts, "fp8": args.fp8, "launch_early": args.early,
+                "narrow": args.narrow,
                 "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
         args.json.write_text(json.dumps({"meta": meta, "results": results}, indent=1))
     dist.destroy_process_group()
@@ -131,6 +141,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 128, 1024, 4096])
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--early", action="store_true", help="programmatic dependent launch")
+    parser.add_argument("--narrow", action="store_true", help="only tilings that take 32 multiprocessors")
     parser.add_argument("--show", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

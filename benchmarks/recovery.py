@@ -45,7 +45,7 @@ class MortalRank(RankActor):
 
     def _die_in(self, phase: str, note: str) -> None:
         """note: a file for the moment of death, time.monotonic() seconds, which all processes of a machine share."""
-        assert self._worker is not None and self._worker._kernel is not None
+        assert self._worker is not None
         clock, enter = self._worker.clock, self._worker.clock.enter
 
         def mortal(name: str) -> None:
@@ -55,7 +55,9 @@ class MortalRank(RankActor):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         clock.enter = mortal  # type: ignore[method-assign]
-        self._worker._kernel.on_phase = mortal
+        for path in self._worker.kernels.paths.values():
+            if path.kernel is not None:
+                path.kernel.on_phase = mortal
 
 
 class Bench:
@@ -99,7 +101,9 @@ class Bench:
             await self.ask()
         await asyncio.sleep(CALM_S)
         before, ranks = len(pool.recoveries), len(pool.members)
-        victims = [number % ranks] if kind != "cold" or not pool.spares.ready else [number % ranks, (number + 1) % ranks]
+        victims = (
+            [number % ranks] if kind != "cold" or not pool.spares.ready else [number % ranks, (number + 1) % ranks]
+        )
         noticed = asyncio.ensure_future(self.until(lambda: self.engine.state() != "serving"))
         if kind in PHASES:
             note = self.notes / f"{kind}-{number}"

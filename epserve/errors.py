@@ -15,6 +15,7 @@
     ├── ServiceError                       ours; `retryable` says whether the same request may succeed later
     │   ├── Overloaded                     RESOURCE_EXHAUSTED  retryable: the queue is full
     │   ├── RankFailed                     UNAVAILABLE         retryable: a rank died or hung; it is being replaced
+    │   │   └── ExpertsMissing             UNAVAILABLE         retryable: tokens need experts that no rank holds now
     │   ├── NotReady                       UNAVAILABLE         retryable: starting, recovering or draining
     │   ├── DeadlineExceeded               DEADLINE_EXCEEDED   the caller's deadline passed
     │   └── InternalError                  INTERNAL            a defect
@@ -22,6 +23,8 @@
 
 `grpc_status` is the status's name, so that this module needs no gRPC.
 """
+
+from collections.abc import Collection
 
 
 class EpserveError(Exception):
@@ -103,6 +106,21 @@ class Overloaded(ServiceError):
 class RankFailed(ServiceError):
     grpc_status = "UNAVAILABLE"
     retryable = True
+
+
+class ExpertsMissing(RankFailed):
+    """`experts`: logical ids that tokens of the request chose, and that are on no rank until a process has started."""
+
+    def __init__(self, layer: int, experts: Collection[int]):
+        self.layer, self.experts = layer, tuple(sorted(experts))
+        shown = ", ".join(map(str, self.experts))
+        super().__init__(
+            f"experts {shown} of layer {layer} are on no rank until a lost one is replaced"
+            " (engine.when_experts_missing is refuse); send the request again later"
+        )
+
+    def __reduce__(self):
+        return ExpertsMissing, (self.layer, self.experts)
 
 
 class NotReady(ServiceError):

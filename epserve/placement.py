@@ -21,14 +21,18 @@ class Placement:
     """Physical slot p holds a copy of logical expert `physical_to_logical[p]`; every expert has at least one slot.
 
     `layout`: which slots lie on which rank. `version` rises with each rebalance, so that ranks can tell that they agree.
+    `partial`: some experts may have no slot, since the rank that held them is gone; their tokens do without.
     """
 
     version: int = 0
     num_logical: int
     layout: ExpertLayout
     physical_to_logical: tuple[int, ...]
+    partial: bool = False
     replicas: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     """Of each logical expert: its physical slots, ascending."""
+    missing: tuple[int, ...] = field(init=False)
+    """Experts without a slot, ascending; only of a partial placement."""
     is_identity: bool = field(init=False, repr=False)
     _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False, hash=False)
 
@@ -44,8 +48,9 @@ class Placement:
                 raise ConfigError(f"slot {physical} holds expert {logical}, outside 0..{self.num_logical - 1}")
             slots[logical].append(physical)
         homeless = [logical for logical, found in enumerate(slots) if not found]
-        if homeless:
+        if homeless and not self.partial:
             raise ConfigError(f"experts without a slot: {homeless}")
+        object.__setattr__(self, "missing", tuple(homeless))
         object.__setattr__(self, "replicas", tuple(map(tuple, slots)))
         object.__setattr__(self, "is_identity", self.physical_to_logical == tuple(range(self.num_logical)))
 
@@ -71,14 +76,19 @@ class Placement:
             slots = pack_slots(loads or [1.0] * num_experts, layout)
         return cls(version=version, num_logical=num_experts, layout=layout, physical_to_logical=slots)
 
-    def without(self, ranks: Collection[int], *, version: int) -> Placement | None:
-        """What is left when `ranks` are gone, the others numbered anew; None where an expert has no copy left."""
+    def without(self, ranks: Collection[int], *, version: int, partial: bool = False) -> Placement | None:
+        """What is left when `ranks` are gone, the others numbered anew; None where an expert has no copy left.
+
+        partial: whatever is left, as long as that is something.
+        """
         kept = [rank for rank in range(self.layout.num_ranks) if rank not in ranks]
         slots = tuple(expert for rank in kept for expert in self.experts_of(rank))
-        if len(set(slots)) < self.num_logical:
+        if not slots or (len(set(slots)) < self.num_logical and not partial):
             return None
         layout = ExpertLayout(counts=tuple(self.layout.counts[rank] for rank in kept))
-        return Placement(version=version, num_logical=self.num_logical, layout=layout, physical_to_logical=slots)
+        return Placement(
+            version=version, num_logical=self.num_logical, layout=layout, physical_to_logical=slots, partial=partial
+        )
 
     def reordered(self, ranks: Sequence[int]) -> Placement:
         """The same with rank `ranks[r]` as rank r."""
@@ -105,13 +115,16 @@ class Placement:
         return self.physical_to_logical[self.layout.offsets[rank] : self.layout.offsets[rank + 1]]
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device."""
+        """`(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device.
+
+        A missing expert has the one "slot" -1, which is nobody's.
+        """
         if device not in self._tables:
             most = max(map(len, self.replicas))
             padded = [list(slots) + [-1] * (most - len(slots)) for slots in self.replicas]
             self._tables[device] = (
                 torch.tensor(padded, dtype=torch.int32, device=device),
-                torch.tensor([len(slots) for slots in self.replicas], dtype=torch.int64, device=device),
+                torch.tensor([max(len(slots), 1) for slots in self.replicas], dtype=torch.int64, device=device),
             )
         return self._tables[device]
 
@@ -131,6 +144,19 @@ def to_physical(routing: Routing, placement: Placement, *, token_offset: int = 0
     token_M1 = torch.arange(token_offset, token_offset + ids_Mt.shape[0], device=ids_Mt.device).unsqueeze(1)
     physical_Mt = slots_EL[known_Mt, token_M1 % counts_E[known_Mt]]
     return Routing(ids_Mt=physical_Mt.masked_fill_(ids_Mt < 0, -1), weights_Mt=routing.weights_Mt)
+
+
+def left_out(ids_Mt: torch.Tensor, placement: Placement, parts: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Which missing experts the tokens of each part wanted: part -> logical ids, ascending; parts that miss none are absent.
+
+    parts: numbers of rows, in order; they add up to M. Waits for the device, and costs nothing where nothing is missing.
+    """
+    if not placement.missing:
+        return {}
+    missing = torch.tensor(placement.missing, dtype=ids_Mt.dtype, device=ids_Mt.device)
+    ids_Mt = torch.where(torch.isin(ids_Mt, missing), ids_Mt, -1).cpu()
+    found = {part: ids_mt.unique().tolist() for part, ids_mt in enumerate(ids_Mt.split(list(parts)))}
+    return {part: wanted for part, ids in found.items() if (wanted := tuple(each for each in ids if each >= 0))}
 
 
 # The policy. DeepSeek's published expert-parallel load balancer, for one layer at a time: groups of experts go to nodes,

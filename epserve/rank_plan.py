@@ -258,6 +258,9 @@ def first_placement(config: Config, info: ModelInfo) -> Placement:
     layout = ExpertLayout.even(slots, engine.ranks)
     if engine.experts_per_rank:
         layout = ExpertLayout(counts=engine.experts_per_rank)
+    if 0 < layout.num_experts == slots < info.num_experts:  # what is left of a service that lost a rank
+        left = tuple(range(slots))
+        return Placement(num_logical=info.num_experts, layout=layout, physical_to_logical=left, partial=True)
     if layout.num_experts != slots:
         raise ConfigError(
             f"experts_per_rank {layout.counts} holds {layout.num_experts} experts, the model has {info.num_experts} and"
@@ -273,11 +276,16 @@ def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
 
 
 def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:
-    """The same service on `len(counts)` ranks that hold `counts` physical experts."""
-    redundant = sum(counts) - num_experts
-    engine = config.engine.model_copy(
-        update={"ranks": len(counts), "experts_per_rank": tuple(counts), "redundant_experts": redundant}
-    )
+    """The same service on `len(counts)` ranks that hold `counts` physical experts.
+
+    A single rank has nobody to talk to, whatever all-to-all the others were told to use.
+    """
+    update = {
+        "ranks": len(counts), "experts_per_rank": tuple(counts), "redundant_experts": sum(counts) - num_experts
+    }  # fmt: skip
+    if len(counts) == 1 and config.engine.all2all not in ("auto", "measured"):
+        update["all2all"] = "local"
+    engine = config.engine.model_copy(update=update)
     return config.model_copy(update={"engine": engine})
 
 

@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
 from epserve.modular_kernel import RankContext, Routing
 from epserve.phases import IDLE, PhaseClock
-from epserve.placement import Placement, to_physical
+from epserve.placement import Placement, left_out, to_physical
 from epserve.rank_kernels import RankKernels
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
@@ -60,6 +60,10 @@ class StepPlan:
     tokens_per_rank: tuple[int, ...]
     placement: int = 0
     """Version of the layer's placement: no step mixes two."""
+    parts: tuple[int, ...] = ()
+    """Tokens of each request in the step, in order; on a rank: of its share. Needed where experts are missing only."""
+    left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
+    """Filled while the step runs: parts whose tokens chose experts that are on no rank, and which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,8 @@ class Worker:
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
+        self.left_out: dict[int, tuple[int, ...]] = {}
+        """Of the last step: its parts whose tokens chose experts that are on no rank, and which."""
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
         self._staged: dict[int, _Staged] = {}
@@ -334,6 +340,7 @@ class Worker:
         physical = to_physical(routing, placement, token_offset=first)
         if plan.step >= 0:  # warm-up's tokens are nobody's
             self.load_counter.add(plan.layer, routing.ids_Mt)
+            self.left_out = left_out(routing.ids_Mt, placement, plan.parts or (len(x_MK),))
         out_MK = self.kernels.forward(
             (plan.layer, plan.placement), x_MK, _whole(physical, self.info.top_k), weights=weights.experts,
             tokens_per_rank=plan.tokens_per_rank, shared_experts=shared,

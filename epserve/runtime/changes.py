@@ -99,6 +99,8 @@ class Changes:
         loads: tokens of each logical expert by layer, instead of what was counted. Raises NotReady while something else
         changes, RankFailed when a rank is lost meanwhile: layers that are done stay moved, the others as they were.
         """
+        if self._pool.missing:
+            raise NotReady("a lost rank is being replaced, its experts are on no rank; ask again when it is back")
         self._refuse_two()
         async with self._one:
             return await self._rebalance(above, loads or {})

@@ -66,6 +66,8 @@ class EngineStatus:
     replayed_requests: int
     expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    missing_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Layer -> experts that are on no rank while the others go on without (engine.when_experts_missing)."""
     spares: int = 0
     """Processes that are ready to take over from a rank."""
     rebalances: int = 0
@@ -95,6 +97,8 @@ class Engine:
         self._pool: Pool | None = None
         self._scheduler: Scheduler | None = None
         self._last_status: tuple[RankStatus, ...] = ()
+        self.count_front_ends: Callable[[], int] = lambda: 0
+        """How many others have joined; of the port that they join at."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -108,7 +112,10 @@ class Engine:
             await self._connect()
             pool = self._pool = Pool(self.config, self.plan, device=self._device, on_state=self._set_state)
             self._scheduler = Scheduler(
-                self.config.scheduler, pool, wait_for_ranks=self.config.engine.when_experts_missing == "wait"
+                self.config.scheduler,
+                pool,
+                wait_for_ranks=self.config.engine.when_experts_missing != "refuse",
+                serve_without=self.config.engine.when_experts_missing == "serve_without",
             )
             pool.supervisor.on_missing = self._scheduler.refuse_waiting
             self._scheduler.on_step = self._step_done
@@ -199,8 +206,10 @@ class Engine:
             recoveries=len(pool.recoveries) if pool is not None else 0,
             replayed_requests=scheduler.replays if scheduler is not None else 0,
             spares=pool.spares.ready if pool is not None else 0,
+            front_ends=self.count_front_ends(),
             rebalances=pool.changes.rebalances if pool is not None else 0,
             rebalances_skipped=pool.changes.skipped_layers if pool is not None else 0,
+            missing_experts=pool.missing if pool is not None else {},
             expert_tokens=by_layer(pool.load) if pool is not None else {},
             slots=self._slots() if pool is not None else {},
         )

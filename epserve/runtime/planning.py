@@ -45,6 +45,8 @@ class Batch:
     priority: Priority = Priority.NORMAL
     trace: Any = None
     """Comes back in the records of the request's steps, unread."""
+    left_out: set[int] = field(default_factory=set, compare=False)
+    """Filled while it is served: experts that the answer had to do without (engine.when_experts_missing)."""
 
     @property
     def mode(self) -> str:
@@ -263,6 +265,23 @@ def last_in(waiting: Iterable[Item], newcomer: Batch, needed: int) -> list[Item]
         going.append(item)
         needed -= item.batch.num_tokens
     return going
+
+
+def share_parts(parts: Sequence[int], tokens_per_rank: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """For each rank the (part, rows) that make up its share, in order."""
+    shares: list[list[tuple[int, int]]] = []
+    part, used = 0, 0
+    for room in tokens_per_rank:
+        share: list[tuple[int, int]] = []
+        while room:
+            count = min(parts[part] - used, room)
+            if count:
+                share.append((part, count))
+            room, used = room - count, used + count
+            if used == parts[part]:
+                part, used = part + 1, 0
+        shares.append(share)
+    return shares
 
 
 def shards(step: JoinedStep, tokens_per_rank: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -31,6 +31,7 @@ from .changes import Changes
 from .cluster import Gang
 from .failure import Failure, RankLost, root_cause
 from .members import Agents, Member, answer, call_all, check_distinct_gpus
+from .planning import share_parts
 from .rank import GroupAddress, StoreActor
 from .shm import Arena
 from .spares import Spares
@@ -84,6 +85,11 @@ class Pool:
     def experts_missing(self) -> bool:
         """Whether some experts are on no rank until a process has started."""
         return self.supervisor.experts_missing
+
+    @property
+    def missing(self) -> dict[int, tuple[int, ...]]:
+        """Layer -> experts that are on no rank while the others go on without; layers that miss none are absent."""
+        return {layer: each.missing for layer, each in self.arrangement.placements.items() if each.missing}
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -168,11 +174,16 @@ class Pool:
             "tokens_per_rank": plan.tokens_per_rank,
             "placement": self.arrangement.placements[plan.layer].version,
         }
-        futures, first = [], 0
+        missing = self.arrangement.placements[plan.layer].missing
+        shares = share_parts(plan.parts, plan.tokens_per_rank) if missing else []
+        futures: list[asyncio.Future[dict[str, Any]]] = []
+        first = 0
         # No await between the submissions: every rank sees the steps in one order.
         members = list(self.members)
         for member, shard, count in zip(members, shards, plan.tokens_per_rank, strict=True):
             assert member.link is not None
+            if shares:
+                header = {**header, "parts": [rows for _, rows in shares[len(futures)]]}
             futures.append(member.link.submit(header, shard, out_MK[first : first + count]))
             first += count
         running = self._running[plan.step] = asyncio.get_running_loop().create_future()
@@ -184,7 +195,10 @@ class Pool:
         self.tokens_total += sum(plan.tokens_per_rank)
         for member, count in zip(members, plan.tokens_per_rank, strict=True):
             self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
-        self._phases[plan.step] = tuple(future.result() for future in futures)
+        self._phases[plan.step] = tuple(future.result().get("phases", {}) for future in futures)
+        for share, future in zip(shares, futures, strict=False):
+            for part, experts in future.result().get("left_out", ()):
+                plan.left_out.setdefault(share[part][0], set()).update(experts)
         return out_MK
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +216,7 @@ class Pool:
         return self._phases.pop(step, ())
 
     async def _finish(
-        self, plan: StepPlan, futures: list[asyncio.Future[dict[str, float]]], members: list[Member]
+        self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]
     ) -> None:
         # Steps in front of this one on the ranks count against its time too.
         limit = self.config.scheduler.step_timeout_s * len(self._running)
@@ -286,7 +300,8 @@ class Pool:
         parts = await call_all(self.members, "join", address, timeout=limit)
         if marks is not None:
             marks.add("join")
-            marks.seconds.update(max(parts, key=lambda each: sum(each.values())))
+            slowest: dict[str, float] = max(parts, key=lambda each: sum(each.values()))
+            marks.seconds.update(slowest)
         (lines,) = await call_all(self.members[:1], "explain", timeout=limit)
         self.explanation = tuple(lines)
 
@@ -344,13 +359,13 @@ async def _ended(tasks: Sequence[asyncio.Future], *, cancel: bool = True) -> Non
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _failures(futures: Sequence[asyncio.Future[dict[str, float]]]) -> list[Failure]:
+def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:
     """Of those that have ended, in the order of ranks."""
     errors = [(rank, future.exception()) for rank, future in enumerate(futures) if future.done()]
     return [replace(error.failure, rank=rank) for rank, error in errors if isinstance(error, RankLost)]
 
 
-def _ignore(futures: set[asyncio.Future[dict[str, float]]]) -> None:
+def _ignore(futures: set[asyncio.Future[dict[str, Any]]]) -> None:
     """Their exceptions come later and are nobody's business any more."""
     for future in futures:
         future.add_done_callback(lambda each: each.exception())

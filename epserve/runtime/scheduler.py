@@ -17,7 +17,16 @@ from typing import Protocol
 import torch
 
 from epserve.config import SchedulerConfig
-from epserve.errors import DeadlineExceeded, EpserveError, InternalError, NotReady, Overloaded, RankFailed, TooLarge
+from epserve.errors import (
+    DeadlineExceeded,
+    EpserveError,
+    ExpertsMissing,
+    InternalError,
+    NotReady,
+    Overloaded,
+    RankFailed,
+    TooLarge,
+)
 from epserve.worker import StepPlan
 
 from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, shards, split_evenly
@@ -49,9 +58,14 @@ class Ranks(Protocol):
 class Scheduler:
     """`submit` from any task of the loop; one task takes steps off the queue."""
 
-    def __init__(self, config: SchedulerConfig, ranks: Ranks, *, wait_for_ranks: bool = True):
-        """wait_for_ranks: requests wait while ranks are replaced; False: they get RankFailed at once."""
-        self._config, self._ranks, self._wait = config, ranks, wait_for_ranks
+    def __init__(
+        self, config: SchedulerConfig, ranks: Ranks, *, wait_for_ranks: bool = True, serve_without: bool = False
+    ):
+        """wait_for_ranks: requests wait while no rank can go on; False: they get RankFailed at once.
+
+        serve_without: what a step had to do without is noted in the request; False: the request gets ExpertsMissing.
+        """
+        self._config, self._ranks, self._wait, self._serve_without = config, ranks, wait_for_ranks, serve_without
         self._queue = StepQueue()
         self._open: dict[Item, None] = {}  # accepted, and not answered yet; in the order of arrival
         self._queued: Counter[int] = Counter()  # tokens of those, per layer
@@ -197,7 +211,8 @@ class Scheduler:
     async def _execute(self, step: JoinedStep) -> None:
         layer, mode, _ = step.key
         tokens_per_rank = split_evenly(step.num_tokens, self._ranks.num_ranks)
-        plan = StepPlan(step=self._next_step, layer=layer, mode=mode, tokens_per_rank=tokens_per_rank)
+        parts = tuple(piece.num_tokens for piece in step.pieces)
+        plan = StepPlan(step=self._next_step, layer=layer, mode=mode, tokens_per_rank=tokens_per_rank, parts=parts)
         self._next_step += 1
         start = time.monotonic()
         try:
@@ -213,10 +228,20 @@ class Scheduler:
         seconds = max(time.monotonic() - start, 1e-6)
         self._tokens_per_s = _average(self._tokens_per_s, step.num_tokens / seconds)
         self._step_s = _average(self._step_s, seconds)
+        self._note_missing(step, plan)
         for item in hand_out(step, out_MK):
             if not item.future.done():
                 item.future.set_result(item.out_MK)
         self.on_step(_record(plan, step, start))
+
+    def _note_missing(self, step: JoinedStep, plan: StepPlan) -> None:
+        """NOTE: a request that is refused here may have rows in the queue still: those go with it (`drop_finished`)."""
+        for part, experts in plan.left_out.items():
+            item = step.pieces[part].item
+            if self._serve_without:
+                item.batch.left_out.update(experts)
+            else:
+                self._fail([item], ExpertsMissing(plan.layer, experts))
 
     def _replay(self, step: JoinedStep, error: RankFailed) -> None:
         """All rows of the requests again: what other steps had of them counts no more."""
@@ -230,6 +255,7 @@ class Scheduler:
                 continue
             item.taken = item.done = 0
             item.out_MK = None
+            item.batch.left_out.clear()
             again.append(item)
         self.replays += len(again)
         self._queue.put_back(again)

@@ -35,9 +35,11 @@ RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between attempts to rebuild;
 class Recovery:
     """One finished recovery, for the log and the metrics.
 
-    `by`: "spare", "copies" (the other ranks hold copies of all experts), "process" (a new one), "regroup" (nobody was lost).
+    `by`: "spare", "copies" (the other ranks hold copies of all experts), "rest" (they do not, and go on without),
+    "process" (a new one), "regroup" (nobody was lost).
     `stages`: seconds of the attempt that succeeded, in order: "fence" (who is dead is known and ended), "weights" (a
-    newcomer holds its experts), "leave" (all are out of the old group), "join", of which the slowest rank spent "group" and "warm-up".
+    newcomer holds its experts), "leave" (all are out of the old group), "join", of which the slowest rank spent "group"
+    and "warm-up".
     """
 
     cause: str
@@ -163,7 +165,9 @@ class Supervisor:
                 log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
         seconds = time.monotonic() - start
         if not planned or replaced:
-            done = Recovery(cause=self.cause, replaced=tuple(sorted(replaced)), by=by, seconds=seconds, stages=marks.seconds)
+            done = Recovery(
+                cause=self.cause, replaced=tuple(sorted(replaced)), by=by, seconds=seconds, stages=marks.seconds
+            )
             self.recoveries.append(done)
             log.warning("recovered in %.2f s by %s, lost ranks %s (%s)", seconds, by, list(done.replaced), marks)
         self._rebuilding = None
@@ -184,14 +188,19 @@ class Supervisor:
         missing = dead[len(spares) :]
         if not missing:
             return "spare"
-        less = _without(pool.arrangement, {member.rank for member in missing}, pool.changes.next_version())
+        lost = {member.rank for member in missing}
+        by, less = "copies", _without(pool, lost)
+        if less is None and pool.config.engine.when_experts_missing != "wait":
+            by, less = "rest", _without(pool, lost, partial=True)
         if less is not None:
-            pool.changes.lose({member.rank for member in missing})
+            pool.changes.lose(lost)
             pool.members = [member for member in pool.members if member not in missing]
             pool.arrangement = less
             for rank, member in enumerate(pool.members):
                 member.rank = rank
-            return "copies"
+            if by == "rest":
+                log.warning("experts that are on no rank until a process has started: %s", pool.missing)
+            return by
         self.experts_missing = True
         self.on_missing()
         for member in missing:
@@ -226,16 +235,23 @@ class Supervisor:
         member.link.close()
 
 
-def _without(arrangement: Arrangement, ranks: set[int], version: int) -> Arrangement | None:
-    """The same without `ranks`; None where that would lose an expert, or the last rank."""
+def _without(pool: Pool, ranks: set[int], *, partial: bool = False) -> Arrangement | None:
+    """The same without `ranks`; None where that would lose an expert (unless partial) or the last rank, or cannot be run."""
+    arrangement, version = pool.arrangement, pool.changes.next_version()
     placements = {}
     for layer, placement in arrangement.placements.items():
-        less = placement.without(ranks, version=version) if len(ranks) < placement.layout.num_ranks else None
+        possible = len(ranks) < placement.layout.num_ranks
+        less = placement.without(ranks, version=version, partial=partial) if possible else None
         if less is None:
             return None
         placements[layer] = less
     first = next(iter(placements.values()))
-    config = rank_plan.resized(arrangement.config, first.layout.counts, first.num_logical)
+    try:
+        config = rank_plan.resized(arrangement.config, first.layout.counts, first.num_logical)
+        rank_plan.check_layout(config, pool.plan, first.layout)
+    except EpserveError as error:
+        log.warning("the other ranks cannot go on alone: %s", error)
+        return None
     return Arrangement(config=config, placements=placements)
 
 

@@ -64,8 +64,8 @@ class Link(Protocol):
 
     def submit(
         self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> asyncio.Future[dict[str, float]]:
-        """Queue a step; the future ends when `out` is filled, with the rank's seconds by phase, or with RankLost. Never waits."""
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Queue a step; the future ends when `out` is filled, with the header of the answer, or with RankLost. Never waits."""
 
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ class _Pending:
     """`held`: memory that the rank reads. `shared`: it, or `out`, lies in the arena."""
 
     out: torch.Tensor
-    future: asyncio.Future[dict[str, float]]
+    future: asyncio.Future[dict[str, Any]]
     held: list[torch.Tensor]
     shared: bool
 
@@ -140,12 +140,12 @@ class SocketLink:
         self._send(wire.encode(header, tensors, offsets))
         return future
 
-    def beat(self) -> asyncio.Future[dict[str, float]]:
+    def beat(self) -> asyncio.Future[dict[str, Any]]:
         """Ends when the rank's step thread has taken an empty frame; then it has finished all steps before."""
         self._beats -= 1
         return self.submit({"step": self._beats, "beat": True}, [], torch.empty(0))
 
-    def pending(self) -> list[asyncio.Future[dict[str, float]]]:
+    def pending(self) -> list[asyncio.Future[dict[str, Any]]]:
         return [each.future for step, each in self._pending.items() if step >= 0]
 
     def close(self) -> None:
@@ -224,13 +224,13 @@ class SocketLink:
             del out  # NOTE: what stays in this frame while it waits would keep the memory of the last step
             self._settle(self._pending.pop(header["step"]).future, header)
 
-    def _settle(self, future: asyncio.Future[dict[str, float]], header: dict[str, Any]) -> None:
+    def _settle(self, future: asyncio.Future[dict[str, Any]], header: dict[str, Any]) -> None:
         if future.done():
             return
         if header.get("failure"):
             future.set_exception(RankLost(Failure(**header["failure"])))
         else:
-            future.set_result(header.get("phases", {}))
+            future.set_result(header)
 
     def _end(self, why: str, *, report: bool = True) -> None:
         if self.lost:

@@ -121,7 +121,8 @@ class Buffer:
         dist.barrier(self.group)
         self._clean = layout
 
-    def low_latency_dispatch(self, x, topk_idx, num_max, num_experts, *, use_fp8, async_finish, return_recv_hook):
+    def low_latency_dispatch(self, x, topk_idx, num_max, num_experts, *, use_fp8=True, async_finish=False,
+                             return_recv_hook=False):  # fmt: skip
         assert self.low_latency and self._clean == (num_max, x.shape[1], num_experts), "the buffer was not cleaned"
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] in HIDDEN_SIZES and x.shape[0] <= num_max
         assert topk_idx.dtype == torch.int64 and topk_idx.shape[1] <= 11 and num_experts % self.size == 0
@@ -151,7 +152,8 @@ class Buffer:
             return (received, columns), counts, handle, Event(), (lambda: None) if return_recv_hook else None
         return rows, counts, handle, Event(), (lambda: None) if return_recv_hook else None
 
-    def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, async_finish, return_recv_hook, out=None):
+    def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, async_finish=False, return_recv_hook=False,
+                            out=None):  # fmt: skip
         places, num_tokens, hidden = handle
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[2] == hidden
         assert topk_weights.dtype == torch.float32

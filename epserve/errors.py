@@ -24,6 +24,8 @@
 `grpc_status` is the status's name, so that this module needs no gRPC.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 
 
@@ -109,18 +111,23 @@ class RankFailed(ServiceError):
 
 
 class ExpertsMissing(RankFailed):
-    """`experts`: logical ids that tokens of the request chose, and that are on no rank until a process has started."""
+    """`experts`: logical ids that tokens of the request chose, and that are on no rank until a process has started.
 
-    def __init__(self, layer: int, experts: Collection[int]):
+    A client knows them from the message.
+    """
+
+    def __init__(self, message: str, *, layer: int = -1, experts: Collection[int] = ()):
+        super().__init__(message)
         self.layer, self.experts = layer, tuple(sorted(experts))
-        shown = ", ".join(map(str, self.experts))
-        super().__init__(
+
+    @classmethod
+    def of(cls, layer: int, experts: Collection[int]) -> ExpertsMissing:
+        shown = ", ".join(map(str, sorted(experts)))
+        text = (
             f"experts {shown} of layer {layer} are on no rank until a lost one is replaced"
             " (engine.when_experts_missing is refuse); send the request again later"
         )
-
-    def __reduce__(self):
-        return ExpertsMissing, (self.layer, self.experts)
+        return cls(text, layer=layer, experts=experts)
 
 
 class NotReady(ServiceError):

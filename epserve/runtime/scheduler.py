@@ -241,7 +241,7 @@ class Scheduler:
             if self._serve_without:
                 item.batch.left_out.update(experts)
             else:
-                self._fail([item], ExpertsMissing(plan.layer, experts))
+                self._fail([item], ExpertsMissing.of(plan.layer, experts))
 
     def _replay(self, step: JoinedStep, error: RankFailed) -> None:
         """All rows of the requests again: what other steps had of them counts no more."""

@@ -159,6 +159,19 @@ class Calls:
                 if not self.in_flight:
                     self._idle.set()
 
+    async def answer(self, request: pb.ForwardRequest, remaining_s: float | None, caller: Caller) -> pb.ForwardReply:
+        """A call that is one message each way. remaining_s: of the connection's own deadline. Raises as `run`."""
+        request_id = request.request_id = self.request_id(request.request_id)
+        own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
+        deadline = self.deadline(remaining_s, own_limit)
+        checked = self.check(request, request_id, caller)
+        assembly = self.door.assembly(checked)
+        with self.admitted(checked, caller):
+            for which in checked.sizes:
+                assembly.add(which, checked.headers[which].data)
+            result, reply = await self.run(checked, assembly.finish(), deadline, caller)
+            return wire.reply_message(result, reply, inline=True)
+
     async def run(
         self,
         checked: codec.CheckedRequest,

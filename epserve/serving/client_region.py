@@ -13,6 +13,7 @@ from epserve.blocks import ALIGNMENT, Blocks
 from epserve.errors import CallerError, InvalidRequest, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
+from epserve.serving.ring import Bell
 
 FOLDER = Path("/dev/shm")
 
@@ -35,22 +36,26 @@ class ClientRegion:
         mapping[: len(self._proof)] = self._proof
         self._blocks = Blocks(mapping)
         self._quarantined: list[Any] = []
+        self.bell = Bell("", b"")
         self._lost = self._closed = False
 
     def request(self) -> pb.HoldRegionRequest:
         return pb.HoldRegionRequest(key=self._path.name, byte_size=self.size, proof=self._proof)
 
-    def registered(self, name: str) -> None:
+    def registered(self, reply: pb.HoldRegionReply) -> None:
         """The server has it open; from here on the memory goes away with the last process that uses it, however it ends."""
-        self.name = name
+        self.name = reply.region
         self._path.unlink(missing_ok=True)
+        self.bell = Bell(reply.doorbell, reply.doorbell_key)
 
     def lost(self) -> None:
         """The server has forgotten the region."""
         self._lost = True
+        self.bell.close()
 
     def close(self) -> None:
         self._closed = True
+        self.bell.close()
         self._path.unlink(missing_ok=True)
         self._quarantined.clear()
         self._blocks.close()

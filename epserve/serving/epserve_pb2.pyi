@@ -107,16 +107,18 @@ class ForwardRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
-    __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales")
+    __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales", "left_out_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SCALES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     hidden_states: Tensor
     timings: Timings
     hidden_scales: Tensor
-    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    left_out_experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., left_out_experts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("codec_us", "engine_us", "queue_us", "steps_us")
@@ -195,10 +197,14 @@ class HoldRegionRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HoldRegionReply(_message.Message):
-    __slots__ = ("region",)
+    __slots__ = ("region", "doorbell", "doorbell_key")
     REGION_FIELD_NUMBER: _ClassVar[int]
+    DOORBELL_FIELD_NUMBER: _ClassVar[int]
+    DOORBELL_KEY_FIELD_NUMBER: _ClassVar[int]
     region: str
-    def __init__(self, region: _Optional[str] = ...) -> None: ...
+    doorbell: str
+    doorbell_key: bytes
+    def __init__(self, region: _Optional[str] = ..., doorbell: _Optional[str] = ..., doorbell_key: _Optional[bytes] = ...) -> None: ...
 
 class ListRegionsRequest(_message.Message):
     __slots__ = ()
@@ -340,7 +346,7 @@ class Rates(_message.Message):
     def __init__(self, tokens: _Optional[float] = ..., requests: _Optional[float] = ..., errors: _Optional[float] = ..., steps: _Optional[float] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends")
+    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends", "missing_experts")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +365,7 @@ class GetStatusReply(_message.Message):
     REBALANCES_FIELD_NUMBER: _ClassVar[int]
     REBALANCES_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     FRONT_ENDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     state: str
     generation: int
     steps: int
@@ -377,4 +384,5 @@ class GetStatusReply(_message.Message):
     rebalances: int
     rebalances_skipped: int
     front_ends: int
-    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., spares: _Optional[int] = ..., rebalances: _Optional[int] = ..., rebalances_skipped: _Optional[int] = ..., front_ends: _Optional[int] = ...) -> None: ...
+    missing_experts: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., spares: _Optional[int] = ..., rebalances: _Optional[int] = ..., rebalances_skipped: _Optional[int] = ..., front_ends: _Optional[int] = ..., missing_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -10,6 +11,9 @@ from epserve.errors import CallerError, InternalError, InvalidRequest, Overloade
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_region import ClientRegion
+from epserve.serving.ring import Bell
+
+log = logging.getLogger("epserve.client")
 
 WireFormat = Literal["plain", "fp8", "fp8_request"]
 """plain: as it is. fp8: float8_e4m3fn with one factor for each 1x128 block, half the bytes of bfloat16, both ways;
@@ -106,6 +110,24 @@ class OutgoingRequest:
         self._unsettled = self._unsettled or not isinstance(error, CallerError | Overloaded)
         return error
 
+    @property
+    def bell(self) -> Bell | None:
+        """The quickest way for a request whose tensors all lie in a region, while there is one."""
+        bell = self._region.bell if self._region is not None else None
+        return bell if bell is not None and bell.usable else None
+
+    def frame(self, timeout_s: float) -> pb.RequestFrame:
+        """The whole request, where it is small."""
+        (frame,) = self.frames(timeout_s)
+        return frame
+
+    def answer(self, frame: pb.ReplyFrame) -> Any:
+        """The result that a single frame brings, or the error that it raises."""
+        assembly = ReplyAssembly(self)
+        if not assembly.add(frame):
+            raise InternalError("the reply is not complete in its only frame")
+        return assembly.result()
+
     def message(self) -> pb.ForwardRequest:
         return wire.request_message(self.tensors, self.header, inline=True)
 
@@ -119,6 +141,9 @@ class OutgoingRequest:
 
     def start_reply(self, reply: pb.ForwardReply) -> wire.Assembly:
         """Raises InternalError for a reply that does not answer this request."""
+        if reply.left_out_experts:
+            experts = ", ".join(map(str, reply.left_out_experts))
+            log.warning("request %s: answered without experts %s, which are on no rank now", reply.request_id, experts)
         got = reply.hidden_states
         if (got.dtype, tuple(got.shape)) != (self.reply_dtype, self._shape):
             wanted = f"{self._shape} {self.reply_dtype}"

@@ -25,6 +25,7 @@ from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
 from epserve.serving.admin import AdminServicer
 from epserve.serving.calls import Calls
 from epserve.serving.clients import Accounts
+from epserve.serving.doorbell import Doorbell
 from epserve.serving.kserve import InferenceServicer
 from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions
@@ -65,6 +66,7 @@ class Server:
         self._page: StatusPage | None = None
         self._default_deadline_s = default_deadline_s
         self._port = 0
+        self._doorbell: Doorbell | None = None
         self._server: grpc.aio.Server | None = None
         self._calls: Calls | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,7 +113,10 @@ class Server:
             observer=observer,
         )
         names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(calls), server)
+        self._doorbell = Doorbell(calls)
+        if config.regions:
+            await self._doorbell.start()
+        pb_grpc.add_ExpertsServicer_to_server(ExpertsServicer(calls, self._doorbell), server)
         admin_pb_grpc.add_AdminServicer_to_server(AdminServicer(self._engine, guarded=accounts.guarded), server)
         names.append(ADMIN_SERVICE)
         if config.inference_protocol:
@@ -154,6 +159,8 @@ class Server:
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
         await server.stop(FLUSH_S)
+        if self._doorbell is not None:
+            self._doorbell.stop()
         if self._page is not None:
             await self._page.stop()
         if self._observer is not None:

@@ -13,32 +13,22 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
 from epserve.serving.calls import Calls
+from epserve.serving.doorbell import Doorbell
 from epserve.serving.stream import StreamSession
 
 log = logging.getLogger("epserve.serving")
 
 
 class ExpertsServicer(pb_grpc.ExpertsServicer):
-    def __init__(self, calls: Calls):
-        self._calls = calls
+    def __init__(self, calls: Calls, doorbell: Doorbell):
+        self._calls, self._doorbell = calls, doorbell
         self._started = time.monotonic()
 
     async def Forward(self, request: pb.ForwardRequest, context: grpc.aio.ServicerContext) -> pb.ForwardReply:
-        request_id = ""
         try:
-            request_id = self._calls.request_id(request.request_id)
-            own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
-            deadline = self._calls.deadline(context.time_remaining(), own_limit)
-            caller = self._calls.caller(context)
-            checked = self._calls.check(request, request_id, caller)
-            assembly = self._calls.door.assembly(checked)
-            with self._calls.admitted(checked, caller):
-                for which in checked.sizes:
-                    assembly.add(which, checked.headers[which].data)
-                result, reply = await self._calls.run(checked, assembly.finish(), deadline, caller)
-                return wire.reply_message(result, reply, inline=True)
+            return await self._calls.answer(request, context.time_remaining(), self._calls.caller(context))
         except Exception as error:
-            await status.abort(context, status.failure_of(error, request_id))
+            await status.abort(context, status.failure_of(error, request.request_id))
 
     async def ForwardStream(self, request_iterator, context: grpc.aio.ServicerContext) -> None:
         await StreamSession(self._calls, context).run()
@@ -57,11 +47,14 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             )
         except Exception as error:
             await status.abort(context, status.failure_of(error))
+        key = self._doorbell.register(caller)
+        name = self._doorbell.name if key else ""
         try:
-            await context.write(pb.HoldRegionReply(region=region.name))
+            await context.write(pb.HoldRegionReply(region=region.name, doorbell=name, doorbell_key=key))
             await self._calls.draining.wait()  # a client that ends the call, or dies, cancels this
         finally:
             regions.forget(region)
+            self._doorbell.forget(key)
 
     async def ListRegions(
         self, request: pb.ListRegionsRequest, context: grpc.aio.ServicerContext

@@ -119,6 +119,7 @@ class FakeEngine:
             rebalances=0,
             rebalances_skipped=0,
             front_ends=0,
+            missing_experts={1: (4, 5)},
         )
 
 

@@ -47,7 +47,7 @@ def engine_status(ranks, expert_tokens, **changes) -> SimpleNamespace:
     values = {
         "state": "serving", "generation": 2, "steps": 7, "ranks": tuple(ranks), "queue_tokens": 11, "backends": "local",
         "recoveries": 1, "replayed_requests": 3, "expert_tokens": expert_tokens,
-        "slots": {}, "spares": 1, "rebalances": 4, "rebalances_skipped": 2, "front_ends": 0,
+        "slots": {}, "spares": 1, "rebalances": 4, "rebalances_skipped": 2, "front_ends": 0, "missing_experts": {},
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

@@ -193,7 +193,7 @@ class RankKernels:
     def keep_graphs(self, keys: set[Hashable]) -> None:
         """Forget those of other weights."""
         for graphs in [path.graphs for path in self.paths.values() if path.graphs is not None]:
-            for key in graphs.keys() - keys:
+            for key in graphs.weight_keys() - keys:
                 graphs.drop(key)
 
     def forward(

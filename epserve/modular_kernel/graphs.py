@@ -56,15 +56,17 @@ class StaticBatch:
 class StepGraphs:
     """Of one kernel. Not collective by itself: ranks capture alike because they are configured alike."""
 
+    device_type = "cuda"
+
     def __init__(self, forward: Forward, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
         """buckets: tokens of the busiest rank, ascending. Raises ConfigError where graphs cannot be."""
-        if ranks.device.type != "cuda":
+        if ranks.device.type != self.device_type:
             raise ConfigError(f"CUDA graphs need a CUDA device, this rank has {ranks.device}")
         if not buckets or sorted(set(buckets)) != list(buckets) or buckets[0] < 1:
             raise ConfigError(f"buckets of CUDA graphs must be positive, ascending and distinct, got {tuple(buckets)}")
         self.forward, self.ranks, self.spec, self.buckets = forward, ranks, spec, tuple(buckets)
         self._batches: dict[int, StaticBatch] = {}
-        self._graphs: dict[tuple[Hashable, bool, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Hashable, bool, int], Any] = {}
         self._pool: Any = None
         self.replays = 0
 
@@ -85,7 +87,8 @@ class StepGraphs:
             batch = self._batch(bucket)
             for _ in range(WARM_RUNS):
                 self._run(batch, weights, shared_experts)
-        torch.cuda.synchronize(self.ranks.device)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
 
     def capture(self, key: Hashable, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
         """One graph a bucket for these weights, which must stay where they are as long as `key` is replayed.
@@ -93,19 +96,25 @@ class StepGraphs:
         key: of the weights (a layer and the version of its placement). Nothing runs, so no other rank is needed.
         """
         for bucket in self.buckets:
-            batch, graph = self._batch(bucket), torch.cuda.CUDAGraph()
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            # One pool for all: graphs replay one at a time, and what they leave lies in `out_MK`, outside of it.
-            # "thread_local": other threads of this process may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._run(batch, weights, shared_experts)
+            batch = self._batch(bucket)
+            graph = self._record(lambda batch=batch: self._run(batch, weights, shared_experts))
             self._graphs[key, shared_experts is not None, bucket] = graph
+
+    def _record(self, run: Callable[[], None]) -> Any:
+        """Something whose `replay()` does on the device what `run` launches."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # One pool for all: graphs replay one at a time, and what they leave lies in `out_MK`, outside of it.
+        # "thread_local": other threads of this process may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph
 
     def drop(self, key: Hashable) -> None:
         for known in [known for known in self._graphs if known[0] == key]:
             del self._graphs[known]
 
-    def keys(self) -> set[Hashable]:
+    def weight_keys(self) -> set[Hashable]:
         return {known[0] for known in self._graphs}
 
     def replay(self, key: Hashable, x_MK: torch.Tensor, routing: Routing, *, shared: bool, bucket: int) -> torch.Tensor:

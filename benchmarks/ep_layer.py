@@ -18,9 +18,8 @@ import all2all
 import experts
 from benchmarks.all2all import Ranks, Unavailable, elapsed_us, mark, time_graph
 from epserve.modular_kernel import FusedMoEActivationFormat, PrepareFinalizeOptions, RankContext
-from epserve.synthetic import LayerSizes, SyntheticLayer, reasons
+from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 
-TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}  # relative L2 error
 BATCHED_CAP = 128  # tokens a rank: batched formats lay out this many rows for every expert and rank
 REPLICAS = "replicas"
 _FIRST = ("nvlink", "allgather_reducescatter", "deepep_ht", "all_to_all")  # in the order in which experts can be shared

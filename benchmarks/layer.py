@@ -32,7 +32,7 @@ import torch
 import experts
 from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
 from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case
-from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, TOLERANCE, measure, time_call
+from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, measure, time_call
 from benchmarks.expert_inputs import Inputs
 from benchmarks.peer_times import best_peer, best_rate, floor_us
 from benchmarks.torch_peer import TorchGroupedMM
@@ -45,7 +45,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
 )
-from epserve.synthetic import LayerSizes, SyntheticLayer, gate_weights, reasons, shared_expert
+from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, gate_weights, reasons, shared_expert
 
 PARTS = "parts"
 EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight

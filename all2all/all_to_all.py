@@ -29,6 +29,7 @@ class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
         activation_format=FusedMoEActivationFormat.Standard,
         quant_dispatch=frozenset({"fp8_block"}),
         async_receive=True,
+        needed_rows_only=True,
     )
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):

@@ -57,7 +57,13 @@ class EngineConfig(_Section):
     """Sizes for which steps are captured as CUDA graphs at warm-up: tokens of the busiest rank, ascending, such as
     [1, 8, 32, 128]. A step is padded to the next one; larger steps, and all steps on the CPU, run eagerly. Empty: none."""
     experts: str = "auto"
-    """Name of an experts backend, or auto."""
+    """Name of an experts backend, or auto: of those that fit, each rank takes the one that was fastest there for the rows that
+    it has. With combine_order slot auto takes the first that fits, as a name does."""
+    experts_timing_s: Annotated[float, Field(ge=0)] = 3.0
+    """With experts auto: most seconds that each rank spends on timing at its start; 0: none, the first that fits serves. What
+    has been measured before is read from the file of times, which `epserve tune` fills without a start."""
+    experts_times: Path | None = Path("~/.cache/epserve/experts.json")
+    """File of measured times, on each rank's host; null: none, each start measures."""
     max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
     """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+import all2all
 from epserve.config import Config
 from epserve.models import LayerWeights
 from epserve.modular_kernel import (
@@ -28,7 +29,8 @@ from epserve.modular_kernel.crossover import Crossover, agree, example, measure
 from epserve.modular_kernel.graphs import StepGraphs, why_no_graphs
 from epserve.modular_kernel.in_flight import TwoInFlight, why_not_two
 from epserve.modular_kernel.kernel import SharedExperts
-from epserve.rank_plan import PathPlan, RankPlan
+from epserve.modular_kernel.selection import Choice, MeasuredExperts
+from epserve.rank_plan import PathPlan, RankPlan, measuring
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class Path:
 
     def __init__(self, plan: RankPlan, path: PathPlan, config: Config):
         self.plan, self.config = path, config
-        self.method = plan.method(path.spec, path.chosen.as_backends())
+        self.method = plan.method(path.spec, path.chosen.as_backends(measuring(config)))
         self.experts: FusedMoEExpertsModular | None = None
         self.kernel: FusedMoEModularKernel | None = None
         self.two: TwoInFlight | None = None
@@ -229,7 +231,29 @@ class RankKernels:
                 )
             if path.two is not None:
                 lines.append(f"{path.name}: two batches in flight from {path.two.from_tokens} tokens a rank")
-        return lines + (self.crossover.explain() if self.crossover is not None else [])
+        lines += self.crossover.explain() if self.crossover is not None else []
+        several = len(self.paths) > 1
+        for name, path in self.paths.items():
+            if isinstance(path.experts, MeasuredExperts):
+                lines += [f"{name}, {line}" if several else line for line in path.experts.explain()]
+        return lines
+
+    def experts_choices(self) -> tuple[Choice, ...]:
+        """Of the first path: which experts backend computes batches of how many rows on this rank; empty: there is one."""
+        experts = self.first.experts
+        return experts.choices() if isinstance(experts, MeasuredExperts) else ()
+
+    def time_experts(self, weights: ExpertWeights, again: bool) -> list[str]:
+        """Not collective, and instead of build(): time the experts backends of every path, fill the file of times."""
+        for path in self.paths.values():
+            path.experts = path.method.make_experts(all2all.REGISTRY.get(path.name).prepare_finalize)
+            if isinstance(path.experts, MeasuredExperts):
+                path.experts.measuring = replace(path.experts.measuring, again=again)
+                options = path.plan.options
+                path.experts.warm_up(
+                    path.experts.prepare_weights(weights), options.max_tokens_per_rank * self.ranks.world_size
+                )
+        return self.notes()
 
     def leave(self) -> None:
         for path in self.paths.values():

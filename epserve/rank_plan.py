@@ -30,6 +30,7 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.placement import Placement
+from epserve.modular_kernel.selection import Measuring
 
 # Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
 MEASURED = {
@@ -44,6 +45,8 @@ PREFER_ALL2ALL = {
 PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
 
 METHODS: tuple[type[FusedMoEMethodBase], ...] = (
+RIVALS = {"cpu": ("grouped_mm", "loop"), "cuda": ("triton", "cutlass", "deepgemm")}
+"""Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
     UnquantizedFusedMoEMethod,
     methods_quant.Fp8MoEMethod,
     methods_quant.CompressedTensorsW8A8Fp8MoEMethod,
@@ -53,6 +56,7 @@ METHODS: tuple[type[FusedMoEMethodBase], ...] = (
     methods_quant.Mxfp4MoEMethod,
 )
 
+    methods_quant.CompressedTensorsW8A8Fp8MoECutlassMethod,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -65,23 +69,27 @@ class Chosen:
     """Further pairs, of which each step takes the one that was measured as fastest for it."""
 
     @property
+    rivals: tuple[str, ...] = ()
+    """Further experts backends of the same format: each rank takes the fastest for the rows that it has."""
     def names(self) -> tuple[str, str]:
         """Of all pairs, to be compared between ranks and shown."""
         pairs = [(self.all2all, self.experts), *self.others]
         all2alls, experts_names = zip(*pairs, strict=True)
         return "/".join(all2alls), "/".join(dict.fromkeys(experts_names))
 
-    def as_backends(self) -> Backends:
+    def as_backends(self, measuring: Measuring | None = None) -> Backends:
         return Backends(
             all2all=all2all.REGISTRY,
             experts=experts.REGISTRY,
             prefer_all2all=(self.all2all,),
-            prefer_experts=(self.experts,),
+            prefer_experts=(self.experts, *self.rivals),
+            measuring=measuring if self.rivals else None,
         )
 
     def explain(self) -> str:
         passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
-        return "all-to-all {}, experts {}".format(*self.names) + passed
+        timed = f" (each rank times it against {', '.join(self.rivals)})" if self.rivals else ""
+        return "all-to-all {}, experts {}".format(*self.names) + timed + passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,18 +336,40 @@ def choose_backends(
             if not reasons and combine_order == "slot" and spec.layout.num_ranks > 1:
                 reasons = _slot_reasons(backend(spec))
             if not reasons:
-                return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed))
+                # Slot order promises the same bits everywhere, which two backends do not give.
+                timed = here and experts_name == "auto" and combine_order == "rank"
+                rivals = _rivals(spec, outer, inner) if timed else ()
+                return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed), rivals=rivals)
             passed += [f"{outer} + {inner}: {reason}" for reason in reasons]
     raise Incompatible(f"no pair of backends can serve this layer ({_describe(spec)}):", tuple(passed))
 
 
-def method_for(scheme: str) -> type[FusedMoEMethodBase]:
-    """The method class whose weights are stored in `scheme`; the first one in METHODS where several are."""
+def measuring(config: Config) -> Measuring:
+    """How a rank's experts backends are timed against each other."""
+    return Measuring(budget_s=config.engine.experts_timing_s, cache=config.engine.experts_times)
+
+
+def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
+    """Experts backends that fit and run here beside the chosen one."""
+    record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
+    names, standard = RIVALS[spec.device], FusedMoEActivationFormat.Standard
+    if chosen not in names or record.activation_format is not standard:
+        return ()
+    known = [name for name in names if name != chosen and name in experts.REGISTRY.names()]
+    backends = {name: experts.REGISTRY.get(name) for name in known}
+    return tuple(name for name, backend in backends.items()
+                 if not backend.unavailable() and not why_not(record, backend.capability, spec))  # fmt: skip
+
+
+def method_for(scheme: str, experts_name: str = "") -> type[FusedMoEMethodBase]:
+    """The method class whose weights are stored in `scheme`; the first one in METHODS where several are. A class that
+    multiplies with one experts backend alone is taken with that backend only."""
     found = [method for method in METHODS if scheme in {config.scheme for config in method.quant_configs()}]
     if not found:
         known = sorted({config.scheme for method in METHODS for config in method.quant_configs()})
         raise ConfigError(f"quantisation {scheme!r} has no method class yet (served: {', '.join(known)})")
-    return found[0]
+    bound = [method for method in found if method.EXPERTS == experts_name != ""]
+    return (bound or [method for method in found if not method.EXPERTS])[0]
 
 
 def kernel_options(config: Config) -> PrepareFinalizeOptions:

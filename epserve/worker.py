@@ -31,6 +31,7 @@ from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
 from epserve.modular_kernel import RankContext, Routing
 from epserve.phases import IDLE, PhaseClock
+from epserve.modular_kernel.selection import Choice
 from epserve.placement import Placement, left_out, to_physical
 from epserve.rank_kernels import RankKernels
 
@@ -250,6 +251,16 @@ class Worker:
 
     def leave(self) -> None:
         """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
+    def experts_choices(self) -> tuple[Choice, ...]:
+        """Which experts backend computes batches of how many rows on this rank; empty: there is one for all."""
+        return self.kernels.experts_choices()
+
+    def time_experts(self, *, again: bool) -> list[str]:
+        """For `epserve tune`: after load(), instead of warm_up() and not collective. What was measured, as `explain`."""
+        assert self._layers, "load() comes first"
+        with torch.inference_mode():
+            return self.kernels.time_experts(next(iter(self._layers.values())).experts, again)
+
 
         NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
         """

@@ -3,6 +3,10 @@ change.
 """
 
 import json
+import logging
+import multiprocessing
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +23,10 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
 )
-from epserve.modular_kernel.selection import BUCKETS, MeasuredExperts, bucket_of
+from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, _example, bucket_of
+from epserve.modular_kernel.summed import SummedExperts
+from epserve.modular_kernel.times_cache import TimesCache
+from experts.batched_loop import BatchedLoopExperts
 from experts.grouped_mm import GroupedMMExperts
 from experts.loop import LoopExperts
 
@@ -33,6 +40,21 @@ class OtherGroupedMM(GroupedMMExperts):
     """The same numbers, another name."""
 
 
+class WrongExperts(GroupedMMExperts):
+    def apply(self, output, prepared, *, weights, workspace):
+        return super().apply(output, prepared, weights=weights, workspace=workspace).mul_(1.3)
+
+
+class NanExperts(GroupedMMExperts):
+    def apply(self, output, prepared, *, weights, workspace):
+        return output.fill_(float("nan"))
+
+
+class FailingExperts(GroupedMMExperts):
+    def warm_up(self, weights, max_rows):
+        raise RuntimeError("no compiler on this machine\nand more")
+
+
 def weights():
     g = torch.Generator().manual_seed(1)
     return ExpertWeights(w13_eNK=torch.randn((4, 32, 32), generator=g), w2_eKN=torch.randn((4, 32, 16), generator=g))
@@ -41,30 +63,33 @@ def weights():
 def batch(num_tokens):
     g = torch.Generator().manual_seed(num_tokens)
     ids = torch.rand((num_tokens, 4), generator=g).topk(2, 1).indices.int()
+    ids[::3, 1] = -1
     routing = Routing(ids_Mt=ids, weights_Mt=torch.rand((num_tokens, 2), generator=g))
     x = torch.randn((num_tokens, 32), generator=g)
     return Prepared(x=x, routing=routing, handle=DispatchHandle(HandleBook("test"), None))
 
 
 class Clock:
-    """Thin batches: the first candidate is faster; from 64 tokens on the second one is."""
+    """Thin batches: the first candidate is faster; from 64 tokens on the second one is. Candidates are timed in turn."""
 
-    def __init__(self):
-        self.calls = 0
+    def __init__(self, first=(1.0, 3.0), second=2.0):
+        self.calls, self.first, self.second = 0, first, second
 
     def __call__(self, run):
         out = run()
         self.calls += 1
-        first = (self.calls - 1) // 5 % 2 == 0
-        return (1.0 if out.shape[0] < 64 else 3.0) if first else 2.0
+        return self.first[out.shape[0] >= 64] if self.calls % 2 else self.second
 
 
-def measured(clock, **options):
-    return MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "b": OtherGroupedMM(SPEC)}, timer=clock, **options)
+def measured(clock, *, timer=None, **options):
+    candidates = {"a": GroupedMMExperts(SPEC), "b": OtherGroupedMM(SPEC)}
+    return MeasuredExperts(SPEC, candidates, timer=clock, measuring=Measuring(**options))
 
 
-def run(experts, prepared):
-    spaces = Workspaces("cpu")
+def run(experts, prepared, spaces=None):
+    spaces = spaces or Workspaces("cpu")
+    spaces.reserve(experts.workspace_shapes(prepared.x.shape[0], 2, 4))
+    spaces.poison()
     workspace = spaces.carve(experts.workspace_shapes(prepared.x.shape[0], 2, 4))
     return experts.apply(workspace.output, prepared, weights=weights(), workspace=workspace).clone()
 
@@ -74,7 +99,15 @@ def test_each_bucket_takes_the_fastest():
     assert experts.choice(1000) == "a", "before warm-up the first one serves"
     experts.warm_up(weights(), 300)
     assert [experts.choice(tokens) for tokens in (1, 4, 20, 33, 64, 300)] == ["a", "a", "a", "b", "b", "b"]
-    assert experts.explain()[64] == "b (fastest: b 2000000 us, a 3000000 us)"
+    assert experts.choice(5000) == "b", "more than was measured: as the largest bucket"
+    assert experts.explain()[3] == "experts for about 64 rows (32 an expert): b (fastest: b 2000000 us, a 3000000 us)"
+
+
+def test_a_little_faster_is_not_enough_against_the_preferred_one():
+    experts = measured(Clock(first=(2.0 * MARGIN, 2.0 * MARGIN * 1.01)))
+    experts.warm_up(weights(), 64)
+    assert experts.choice(1) == "a" and experts.choice(64) == "b"
+    assert "a (preferred, within 5 % of the fastest: b 2000000 us, a 2100000 us)" in experts.explain()[0]
 
 
 def test_the_second_start_measures_nothing(tmp_path):
@@ -86,21 +119,48 @@ def test_the_second_start_measures_nothing(tmp_path):
     assert clock.calls == 4 * 2 * 5
     assert again.choice(64) == "b" and again.choice(1) == "a"
     (key,) = json.loads(cache.read_text())
-    assert torch.__version__ in key and "triton" in key and "K32 N16" in key
+    assert f"torch {torch.__version__} epserve" in key and "threads" in key and "K32 N16" in key
     again.warm_up(weights(), 256)  # a longer range measures only what is new
     assert clock.calls == 5 * 2 * 5
+    measured(clock, cache=cache, again=True).warm_up(weights(), 1)
+    assert clock.calls == 6 * 2 * 5
 
 
-def test_another_key_or_a_broken_file_is_measured_again(tmp_path):
+@pytest.mark.parametrize("broken", ["{ not json", "[1]", None])
+def test_another_key_or_a_broken_file_is_measured_again(tmp_path, broken):
     cache, clock = tmp_path / "times.json", Clock()
     measured(clock, cache=cache).warm_up(weights(), 1)
     stored = json.loads(cache.read_text())
     cache.write_text(json.dumps({key.replace("torch", "older torch"): value for key, value in stored.items()}))
     measured(clock, cache=cache).warm_up(weights(), 1)
     assert clock.calls == 20 and len(json.loads(cache.read_text())) == 2
-    cache.write_text("{ not json")
+    cache.write_text(json.dumps(dict.fromkeys(stored, "times?")) if broken is None else broken)
     measured(clock, cache=cache).warm_up(weights(), 1)
-    assert clock.calls == 30 and len(json.loads(cache.read_text())) == 1
+    assert clock.calls == 30 and json.loads(cache.read_text()) == stored
+
+
+def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    experts = measured(Clock(), cache=tmp_path / "file" / "times.json")
+    experts.warm_up(weights(), 64)
+    assert experts.choice(64) == "b"
+    assert any("cannot be written" in record.message for record in caplog.records if record.levelno == logging.WARNING)
+
+
+def _write_many(path: Path, name: str) -> None:
+    for index in range(20):
+        TimesCache(path, f"{name}{index}").write({1: {name: 1.0}})
+
+
+def test_writers_of_one_file_lose_nothing(tmp_path):
+    path, context = tmp_path / "times.json", multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_many, args=(path, name)) for name in ("x", "y")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    assert len(json.loads(path.read_text())) == 40
 
 
 def test_overrides_are_not_measured():
@@ -108,7 +168,7 @@ def test_overrides_are_not_measured():
     experts = measured(clock, overrides={1: "b", 4: "b"})
     experts.warm_up(weights(), 4)
     assert clock.calls == 0 and experts.choice(1) == experts.choice(4) == "b"
-    assert experts.explain() == {1: "b (set by hand)", 4: "b (set by hand)"}
+    assert experts.explain()[0] == "experts for about 1 rows (0.5 an expert): b (set by hand)"
     with pytest.raises(ConfigError, match="candidates a, b"):
         measured(clock, overrides={1: "c"})
 
@@ -120,9 +180,102 @@ def test_results_are_the_candidates_own(num_tokens):
     assert torch.equal(run(experts, batch(num_tokens)), run(GroupedMMExperts(SPEC), batch(num_tokens)))
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 100])
+@pytest.mark.parametrize("slot_bytes", [64 << 20, 2 * 32 * 4 * 3])
+def test_one_that_sums_and_one_that_leaves_slots_stand_side_by_side(num_tokens, slot_bytes, monkeypatch):
+    """A small `slot_bytes`: pieces of three tokens."""
+    monkeypatch.setattr("epserve.modular_kernel.summed.SLOT_BYTES", slot_bytes)
+    candidates = {"grouped_mm": GroupedMMExperts(SPEC), "loop": LoopExperts(SPEC)}
+    experts = MeasuredExperts(SPEC, candidates, timer=Clock(first=(3.0, 3.0)))
+    experts.warm_up(weights(), 256)
+    assert experts.choice(num_tokens) == "loop" and not experts.left_out
+    got, want = run(experts, batch(num_tokens)), run(GroupedMMExperts(SPEC), batch(num_tokens))
+    assert got.shape == want.shape == (num_tokens, 32)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    small = SummedExperts(LoopExperts(SPEC)).workspace_shapes(1_000_000, 2, 4)
+    assert small.workspace2[0] <= slot_bytes + 256
+
+
+def test_two_batches_in_flight():
+    """No state of a batch in the object: the second one may start before the first one's result is read."""
+    experts = measured(Clock())
+    experts.warm_up(weights(), 256)
+    spaces, batches = [Workspaces("cpu") for _ in range(2)], [batch(3), batch(100)]
+    outs = []
+    for space, prepared in zip(spaces, batches, strict=True):
+        workspace = space.carve(experts.workspace_shapes(prepared.x.shape[0], 2, 4))
+        outs.append(experts.apply(workspace.output, prepared, weights=weights(), workspace=workspace))
+    for out, prepared in zip(outs, batches, strict=True):
+        assert torch.equal(out, run(GroupedMMExperts(SPEC), prepared))
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (WrongExperts, "differs from that of a by 0.3"),
+        (NanExperts, "differs from that of a by nan"),
+        (FailingExperts, "RuntimeError: no compiler on this machine"),
+    ],
+)
+def test_a_broken_candidate_serves_nothing(broken, reason):
+    experts = MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "b": broken(SPEC)}, timer=Clock(first=(9.0, 9.0)))
+    experts.warm_up(weights(), 256)
+    assert {experts.choice(rows) for rows in BUCKETS} == {"a"}
+    (line,) = [line for line in experts.explain() if "left out" in line]
+    assert line.startswith("experts b left out:") and reason in line and "\n" not in line
+    assert torch.equal(run(experts, batch(100)), run(GroupedMMExperts(SPEC), batch(100)))
+
+
+def test_the_first_candidate_must_work():
+    with pytest.raises(RuntimeError, match="no compiler"):
+        MeasuredExperts(SPEC, {"a": FailingExperts(SPEC), "b": GroupedMMExperts(SPEC)}).warm_up(weights(), 4)
+
+
+class SlowExperts(GroupedMMExperts):
+    """A millisecond a row."""
+
+    def apply(self, output, prepared, *, weights, workspace):
+        time.sleep(1e-3 * prepared.x.shape[0])
+        return super().apply(output, prepared, weights=weights, workspace=workspace)
+
+
+def test_the_budget_ends_the_timing():
+    """Both need 1, 4, 16, 64, 256, 1,024 ms a run: 256 rows are the last that half a second may take, or the ones before."""
+    experts = MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=Measuring(budget_s=0.5))
+    begin = time.monotonic()
+    experts.warm_up(weights(), 4096)
+    assert time.monotonic() - begin < 3
+    assert 1 in experts.times and max(experts.times) < 1024
+    assert any("rows and more: as for fewer; 0.5 s were spent on timing" in line for line in experts.explain())
+    off = MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=Measuring(budget_s=0))
+    off.warm_up(weights(), 4096)
+    assert off.times == {} and off.choice(1) == "a"
+
+
 def test_candidates_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match="different work to finalize"):
-        MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "loop": LoopExperts(SPEC)})
+    with pytest.raises(ConfigError, match="'b' does not take"):
+        MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "b": BatchedLoopExperts(SPEC)})
+    with pytest.raises(ConfigError, match="at least one"):
+        MeasuredExperts(SPEC, {})
+
+
+def test_a_rank_without_experts_measures_nothing():
+    none = ExpertWeights(w13_eNK=torch.empty((0, 32, 32)), w2_eKN=torch.empty((0, 32, 16)))
+    clock = Clock()
+    measured(clock).warm_up(none, 64)
+    assert clock.calls == 0
+
+
+@pytest.mark.parametrize(("every_row", "least"), [(True, 0), (False, 1)])
+def test_examples_are_as_dense_as_what_prepare_delivers(every_row, least):
+    """One rank of sixteen: of all rows some 12 % have a local slot, of the rows that were sent here all have."""
+    shape = ExpertShape(hidden=8, intermediate=8, num_experts=64, top_k=2, dtype=torch.float32)
+    spec = LayerSpec(shape=shape, layout=ExpertLayout.even(64, 16))
+    four = ExpertWeights(w13_eNK=torch.empty((4, 16, 8)), w2_eKN=torch.empty((4, 8, 8)))
+    for rows in (1, 1000):
+        slots = (_example(spec, rows, four, 0, every_row).routing.ids_Mt >= 0).sum(1)
+        assert int(slots.min()) >= least
+    assert 0.08 < float((slots > 0).float().mean()) < 0.17 or not every_row
 
 
 def test_buckets_are_nearest():

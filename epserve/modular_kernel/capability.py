@@ -40,6 +40,8 @@ class PrepareFinalizeCapability:
     """Which `PrepareFinalizeOptions.combine_order` it can keep."""
     most_tokens: int | None = None
     """Largest cap of one round."""
+    needed_rows_only: bool = False
+    """Standard format: delivers only rows that have a slot on this rank; others deliver every row, or room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from epserve.errors import Incompatible
 
@@ -20,7 +21,11 @@ from .contracts import (
 from .kernel import FusedMoEModularKernel
 from .quantization import UNQUANTIZED, QuantConfig
 from .registry import Registry
-from .types import ExpertWeights
+from .selection import MeasuredExperts, Measuring
+from .types import ExpertWeights, FusedMoEActivationFormat
+
+
+SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +36,17 @@ class Backends:
     experts: Registry[FusedMoEExpertsModular]
     prefer_all2all: Sequence[str] = ()
     prefer_experts: Sequence[str] = ()
+    by_slices: SliceManager | None = None
+    """What joins ranks that share each expert by slices, around an all-to-all of the registry."""
+    measuring: Measuring | None = None
+    """Set: all preferred experts that fit are candidates, and each batch takes the one that was timed as fastest for it."""
 
 
 class FusedMoEMethodBase(ABC):
     """How one quantisation method's layer is run. Subclasses say how their weights are stored."""
+
+    EXPERTS: ClassVar[str] = ""
+    """The one experts backend that this method multiplies with; empty: any that fits."""
 
     def __init__(self, spec: LayerSpec, backends: Backends):
         self.spec, self.backends = spec, backends
@@ -66,17 +78,39 @@ class FusedMoEMethodBase(ABC):
                 continue
             candidates = self._experts_for(manager.prepare_finalize.capability)
             if candidates[0] is not None:
-                self.manager = manager(ranks)
+                self.manager = self._make_manager(manager, ranks)
                 return self.manager.get_handle(self.spec, options)
             reasons += [f"{name} + {reason}" for reason in candidates[1]]
         raise Incompatible("no all-to-all backend can serve this layer:", tuple(reasons))
 
+    def _make_manager(self, manager: type[All2AllManager], ranks: RankContext) -> All2AllManager:
+        slices = self.spec.layout.slices
+        if slices == 1:
+            return manager(ranks)
+        if self.backends.by_slices is None:
+            raise Incompatible(f"{slices} ranks share each expert, and these backends have nothing that joins them")
+        return self.backends.by_slices(ranks, manager, slices)
+
     def select_gemm_impl(self, prepare_finalize: FusedMoEPrepareAndFinalizeModular) -> FusedMoEExpertsModular:
         """The first preferred experts class that fits `prepare_finalize`; Incompatible lists why each does not."""
-        chosen, reasons = self._experts_for(prepare_finalize.capability)
+        return self._experts_of(prepare_finalize.capability, type(prepare_finalize).__name__)
+
+    def make_experts(self, prepare_finalize: type[FusedMoEPrepareAndFinalizeModular]) -> FusedMoEExpertsModular:
+        """As `select_gemm_impl`, for an all-to-all that need not be there yet."""
+        return self._experts_of(prepare_finalize.capability, prepare_finalize.__name__)
+
+    def _experts_of(self, record: capability.PrepareFinalizeCapability, name: str) -> FusedMoEExpertsModular:
+        backends = self.backends
+        chosen, reasons = self._experts_for(record)
         if chosen is None:
-            raise Incompatible(f"no experts backend fits {type(prepare_finalize).__name__}:", tuple(reasons))
-        return chosen(self.spec)
+            raise Incompatible(f"no experts backend fits {name}:", tuple(reasons))
+        if backends.measuring is None or record.activation_format is not FusedMoEActivationFormat.Standard:
+            return chosen(self.spec)
+        candidates = {name: backends.experts.get(name)(self.spec) for name in self._fitting(record)}
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+        every_row = not record.needed_rows_only
+        return MeasuredExperts(self.spec, candidates, measuring=backends.measuring, every_row=every_row)
 
     def init_prepare_finalize(self, ranks: RankContext, options: PrepareFinalizeOptions) -> FusedMoEModularKernel:
         """Make both parts and join them. Collective."""
@@ -89,16 +123,26 @@ class FusedMoEMethodBase(ABC):
         assert self.kernel is not None, "init_prepare_finalize comes first"
         return self.kernel.fused_experts.prepare_weights(weights)
 
+    def experts_names(self) -> Sequence[str]:
+        """In order of preference."""
+        return self.backends.prefer_experts or self.backends.experts.names()
+
     def _experts_for(self, pf_capability) -> tuple[type[FusedMoEExpertsModular] | None, list[str]]:
         reasons = []
-        for name in self.backends.prefer_experts or self.backends.experts.names():
-            experts = self.backends.experts.get(name)
-            missing = experts.unavailable()
-            why = (missing,) if missing else capability.why_not(pf_capability, experts.capability, self.spec)
+        for name in self.experts_names():
+            why = self._why_not(name, pf_capability)
             if not why:
-                return experts, []
+                return self.backends.experts.get(name), []
             reasons += [f"{name}: {reason}" for reason in why]
         return None, reasons
+
+    def _fitting(self, pf_capability) -> list[str]:
+        return [name for name in self.experts_names() if not self._why_not(name, pf_capability)]
+
+    def _why_not(self, name: str, pf_capability) -> tuple[str, ...]:
+        experts = self.backends.experts.get(name)
+        missing = experts.unavailable()
+        return (missing,) if missing else capability.why_not(pf_capability, experts.capability, self.spec)
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from epserve.errors import CheckpointError
+from epserve.errors import CheckpointError, Incompatible
 
 from .capability import LayerSpec
 from .methods import Backends, FusedMoEMethodBase
@@ -77,6 +77,20 @@ class CompressedTensorsW8A8Fp8MoEMethod(QuantizedMethod):
         if _get(experts[0], GATE, "weight_scale").numel() == 1:
             return _per_tensor(experts, activation)
         return _per_channel(experts, activation), cls.CONFIGS[0]
+
+
+class CompressedTensorsW8A8Fp8MoECutlassMethod(CompressedTensorsW8A8Fp8MoEMethod):
+    """The same checkpoints, multiplied by CUTLASS alone: where that cannot run, the layer is refused with the reason."""
+
+    EXPERTS = "cutlass"
+
+    def experts_names(self) -> Sequence[str]:
+        others = [name for name in self.backends.prefer_experts if name != self.EXPERTS]
+        if others and self.EXPERTS not in self.backends.prefer_experts:
+            raise Incompatible(
+                f"{type(self).__name__} multiplies with {self.EXPERTS!r}, configured is {', '.join(others)}", ()
+            )
+        return (self.EXPERTS,)
 
 
 class CompressedTensorsW8A8Int8MoEMethod(QuantizedMethod):

@@ -1,18 +1,18 @@
 """Measured selection: which experts backend serves which batch size is decided by timing the candidates on this device.
 
-Buckets are powers of four of tokens. Results are kept in a file under a key that holds everything a time depends on: device,
-driver, torch and Triton versions, shape and quantisation. A later start with the same key measures nothing.
+Buckets are powers of four of rows, so of tokens an expert, since a layer's experts are fixed. Times are kept in a file under a
+key that holds everything they depend on: device, driver, library versions, shape and quantisation. A later start with the
+same key measures nothing. The choice is each rank's own: what leaves the experts has one form whoever computed it, so ranks
+that choose differently still speak the same all-to-all.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,22 +22,52 @@ from epserve.errors import ConfigError
 from .capability import LayerSpec
 from .contracts import FusedMoEExpertsModular, Prepared
 from .handles import DispatchHandle, HandleBook
-from .types import ExpertWeights, Routing
+from .reduce import TopKWeightAndReduceContiguous
+from .summed import SummedExperts, nbytes, view
+from .times_cache import TimesCache, key_of
+from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspace, Workspaces, WorkspaceShapes
 
 LOG = logging.getLogger("epserve.selection")
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 REPEATS = 5
+MARGIN = 1.05
+"""A candidate that comes later in the order of preference must be faster by this factor: noise must not decide."""
+APART = 0.15
+"""Relative L2 distance from the first candidate's result above which a candidate counts as broken. Two right ones in e4m3
+differ by some 0.05."""
 
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that one call takes on the device."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """`budget_s`: seconds that timing may take, compiling apart; 0: nothing is timed. `cache`: file of times, None: none.
+
+    `again`: measure even what the file has. `overrides`: bucket -> candidate, not measured.
+    """
+
+    budget_s: float = 3.0
+    cache: Path | None = None
+    again: bool = False
+    overrides: Mapping[int, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`backend` computes batches of about `rows` rows, down to the next smaller choice. `seconds`: what was measured."""
+
+    rows: int
+    backend: str
+    seconds: Mapping[str, float]
+
+
 class MeasuredExperts(FusedMoEExpertsModular):
     """Several experts objects of Standard format behind one: `apply` takes the one that was fastest for the batch's bucket.
 
-    All candidates must leave the same thing to finalize. Before `warm_up` the first one serves everything. `overrides` maps
-    a bucket to a candidate's name and is not measured.
+    Keeps no state of a batch: several may be in flight, each in its own workspace. Before `warm_up` the first candidate
+    serves everything; the order is that of preference.
     """
 
     def __init__(
@@ -45,41 +75,66 @@ class MeasuredExperts(FusedMoEExpertsModular):
         spec: LayerSpec,
         candidates: Mapping[str, FusedMoEExpertsModular],
         *,
-        cache: Path | None = None,
-        overrides: Mapping[int, str] | None = None,
+        measuring: Measuring | None = None,
+        every_row: bool = True,
         timer: Timer | None = None,
     ):
+        """every_row: prepare delivers rows without a local slot, too (as a gather does); else only rows with one at least."""
         super().__init__(spec)
         if not candidates:
             raise ConfigError("measured selection needs at least one experts backend")
-        left = {name: type(c.finalize_weight_and_reduce_impl()).__name__ for name, c in candidates.items()}
-        if len(set(left.values())) > 1:
-            raise ConfigError(f"candidates leave different work to finalize: {left}")
-        for bucket, name in (overrides or {}).items():
+        self.measuring = measuring or Measuring()
+        for name, candidate in candidates.items():
+            if FusedMoEActivationFormat.Standard not in candidate.activation_formats():
+                raise ConfigError(f"measured selection is for Standard format, which {name!r} does not take")
+        for bucket, name in self.measuring.overrides.items():
             if bucket not in BUCKETS or name not in candidates:
                 raise ConfigError(f"override {bucket}: {name!r}; buckets {BUCKETS}, candidates {', '.join(candidates)}")
-        self.candidates, self.cache, self.overrides = dict(candidates), cache, dict(overrides or {})
+        self.candidates = _alike(candidates)
         self.capability = next(iter(candidates.values())).capability  # type: ignore[misc]
+        self.every_row = every_row
         self.times: dict[int, dict[str, float]] = {}
         """Bucket -> candidate -> seconds."""
-        self._timer = timer or _time
+        self.left_out: dict[str, str] = {}
+        """Candidate -> why it serves nothing here."""
+        self._notes: list[str] = []
+        self._timer = timer or (_time_graph if spec.cuda_graph else _time)
+        self._per_row = 0.0
+        self._chosen: dict[int, str] = {}
 
-    def choice(self, num_tokens: int) -> str:
-        bucket = bucket_of(num_tokens)
-        if bucket in self.overrides:
-            return self.overrides[bucket]
-        times = self.times.get(bucket)
-        return min(times, key=lambda name: times[name]) if times else next(iter(self.candidates))
+    def choice(self, num_rows: int) -> str:
+        """By the bucket's times, or those of the largest smaller bucket that has some."""
+        bucket = bucket_of(num_rows)
+        if bucket not in self._chosen:
+            self._chosen[bucket] = self._choose(bucket)
+        return self._chosen[bucket]
 
-    def explain(self) -> dict[int, str]:
-        """For the log and `GetStatus`: a sentence a bucket."""
-        lines = {}
-        for bucket in sorted(set(self.times) | set(self.overrides)):
-            seen = sorted(self.times.get(bucket, {}).items(), key=lambda item: item[1])
+    def _choose(self, bucket: int) -> str:
+        if bucket in self.measuring.overrides:
+            return self.measuring.overrides[bucket]
+        times = self.times.get(max((each for each in self.times if each <= bucket), default=-1), {})
+        able = [name for name in self.candidates if name not in self.left_out]
+        best = min((times[name] for name in able if name in times), default=None)
+        return next((name for name in able if best is not None and times.get(name, best * 2) <= best * MARGIN), able[0])
+
+    def choices(self) -> tuple[Choice, ...]:
+        """One a bucket that was measured or set, ascending."""
+        buckets = sorted(set(self.times) | set(self.measuring.overrides))
+        return tuple(Choice(rows=each, backend=self.choice(each), seconds=self.times.get(each, {})) for each in buckets)
+
+    def explain(self) -> list[str]:
+        """For the log and `GetStatus`: a sentence a bucket, and why a candidate is out."""
+        lines = []
+        for each in self.choices():
+            bucket, chosen = each.rows, each.backend
+            seen = sorted(each.seconds.items(), key=lambda item: item[1])
             text = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in seen)
-            why = "set by hand" if bucket in self.overrides else "fastest"
-            lines[bucket] = f"{self.choice(bucket)} ({why}{': ' + text if text else ''})"
-        return lines
+            why = "set by hand" if bucket in self.measuring.overrides else "fastest"
+            if why == "fastest" and seen and seen[0][0] != chosen:
+                why = f"preferred, within {100 * (MARGIN - 1):.0f} % of the fastest"
+            load = f" ({bucket * self._per_row:.3g} an expert)" if self._per_row else ""
+            lines.append(f"experts for about {bucket} rows{load}: {chosen} ({why}{': ' + text if text else ''})")
+        return lines + self._notes + [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         for candidate in self.candidates.values():
@@ -88,11 +143,12 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         """Bytes: enough for whichever candidate serves."""
-        all_shapes = [c.workspace_shapes(num_rows, top_k, num_experts, capacity) for c in self.candidates.values()]
+        able = [each for name, each in self.candidates.items() if name not in self.left_out]
+        all_shapes = [each.workspace_shapes(num_rows, top_k, num_experts, capacity) for each in able]
         first = all_shapes[0]
         return WorkspaceShapes(
-            workspace13=(max(_nbytes(s.workspace13, s.dtype) for s in all_shapes),),
-            workspace2=(max(_nbytes(s.workspace2, s.dtype) for s in all_shapes),),
+            workspace13=(max(nbytes(s.workspace13, s.dtype) for s in all_shapes),),
+            workspace2=(max(nbytes(s.workspace2, s.dtype) for s in all_shapes),),
             output=first.output, dtype=torch.uint8, output_dtype=first.output_dtype,
         )  # fmt: skip
 
@@ -104,58 +160,109 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return self._run(chosen, output, prepared, weights, workspace)
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
-        """Warm every candidate up, then time them, or read what an earlier start measured under the same key."""
-        for candidate in self.candidates.values():
-            candidate.warm_up(weights, max_rows)
-        key = self.key(weights)
-        stored = _read(self.cache).get(key, {})
-        self.times = {int(bucket): times for bucket, times in stored.items() if set(times) == set(self.candidates)}
-        wanted = [bucket for bucket in BUCKETS if bucket <= max_rows and bucket not in self.overrides]
-        missing = [bucket for bucket in wanted if bucket not in self.times] if len(self.candidates) > 1 else []
-        spaces = Workspaces(weights.w13_eNK.device)
-        for bucket in missing:
-            self.times[bucket] = self._measure(bucket, weights, spaces)
-        if missing and self.cache is not None:
-            _write(self.cache, key, self.times)
-        for bucket, line in self.explain().items():
-            LOG.info("%d tokens: %s", bucket, line)
+        """Warm every candidate up, then time them, or read what an earlier start measured under the same key.
+
+        Not collective. A candidate that fails here, the first one apart, is left out and serves nothing.
+        """
+        first = next(iter(self.candidates))
+        for name, candidate in self.candidates.items():
+            try:
+                candidate.warm_up(weights, max_rows)
+            except Exception as error:
+                if name == first:
+                    raise
+                self._leave_out(name, f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        if weights.num_experts == 0:
+            return
+        self._per_row = self.spec.shape.top_k / self.spec.shape.num_experts
+        cache = TimesCache(self.measuring.cache, self.key(weights))
+        able = {name for name in self.candidates if name not in self.left_out}
+        stored = {} if self.measuring.again else cache.read()
+        self.times = {bucket: times for bucket, times in stored.items() if set(times) == able}
+        wanted = [bucket for bucket in BUCKETS if bucket <= max_rows and bucket not in self.measuring.overrides]
+        missing = [bucket for bucket in wanted if bucket not in self.times] if len(able) > 1 else []
+        if missing and self.measuring.budget_s > 0 and self._measure(missing, weights):
+            cache.write(self.times)
+        self._chosen.clear()
 
     def key(self, weights: ExpertWeights) -> str:
-        s, device = self.spec.shape, weights.w13_eNK.device
-        where = "cpu"
-        if device.type == "cuda":
-            driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-            where = f"{torch.cuda.get_device_name(device)} driver {driver}"
-        layer = f"K{s.hidden} N{s.intermediate} e{weights.num_experts} E{s.num_experts} t{s.top_k} {s.dtype}"
-        return f"{where} | torch {torch.__version__} triton {_version('triton')} | {layer} {self.spec.quant.scheme}"
+        rows = "every row" if self.every_row else "local rows"
+        graph = ", graphs" if self.spec.cuda_graph else ""
+        return key_of(self.spec, weights, self.candidates) + f" | {rows}{graph}"
 
-    def _measure(self, bucket: int, weights: ExpertWeights, spaces: Workspaces) -> dict[str, float]:
-        prepared = _example(self.spec, bucket, weights)
+    def _measure(self, buckets: list[int], weights: ExpertWeights) -> bool:
+        """From the smallest on, as long as the budget lasts. Whether anything was timed."""
+        spaces, begin, limit = Workspaces(weights.w13_eNK.device), time.perf_counter(), self.measuring.budget_s
+        once = 0.0
+        for done, bucket in enumerate(buckets):
+            spent = time.perf_counter() - begin
+            growth = bucket / buckets[done - 1] if done else 1
+            if spent + 2 * once * growth > limit:  # at least one run to warm up and one to time
+                self._notes.append(
+                    f"experts for {bucket} rows and more: as for fewer; {limit:g} s were spent on timing"
+                )
+                return done > 0
+            once = self._measure_one(bucket, weights, spaces, begin + limit)
+        return True
+
+    def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> float:
+        """Candidates in turn, so that a machine that slows down slows all of them. Returns seconds of one run of each."""
+        sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
+        batches = [_example(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
         workspace = spaces.carve(self.workspace_shapes(bucket, self.spec.shape.top_k, weights.num_experts))
-        times = {}
-        for name, candidate in self.candidates.items():
+        able = [name for name in self.candidates if name not in self.left_out]
 
-            def run(candidate=candidate):
-                return self._run(candidate, workspace.output, prepared, weights, workspace)
+        def run(name: str, batch: Prepared) -> torch.Tensor:
+            return self._run(self.candidates[name], workspace.output, batch, weights, workspace)
 
-            run()
-            times[name] = statistics.median(self._timer(run) for _ in range(REPEATS))
-        return times
+        begin, want = time.perf_counter(), run(able[0], batches[0]).float().clone()
+        for name in able[1:]:
+            got = run(name, batches[0]).float()
+            apart = float((got - want).norm() / want.norm().clamp(min=1e-30))
+            if not apart <= APART:  # NaN is apart, too
+                text = f"its result for {bucket} rows differs from that of {able[0]} by {apart:.2g} (relative L2)"
+                self._leave_out(name, text)
+        once = time.perf_counter() - begin
+        able = [name for name in able if name not in self.left_out]
+        seen: dict[str, list[float]] = {name: [] for name in able}
+        for repeat in range(REPEATS):
+            if repeat and time.perf_counter() > deadline:
+                break
+            for name in able:
+                batch = batches[repeat % sets]
+                seen[name].append(self._timer(lambda name=name, batch=batch: run(name, batch)))
+        self.times[bucket] = {name: statistics.median(values) for name, values in seen.items()}
+        return once
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        self._chosen.clear()
+        LOG.warning("experts %s left out: %s", name, reason)
 
     def _run(self, candidate, output, prepared: Prepared, weights: ExpertWeights, workspace: Workspace):
         num_rows, top_k = prepared.x.shape[0], self.spec.shape.top_k
         if prepared.routing is not None:
             top_k = prepared.routing.ids_Mt.shape[1]
         shapes = candidate.workspace_shapes(num_rows, top_k, weights.num_experts)
-        parts = [
-            region[: _nbytes(shape, shapes.dtype)].view(shapes.dtype).view(shape)
-            for region, shape in (
-                (workspace.workspace13, shapes.workspace13),
-                (workspace.workspace2, shapes.workspace2),
-            )
-        ]
-        own = Workspace(workspace13=parts[0], workspace2=parts[1], output=output)
+        own = Workspace(
+            workspace13=view(workspace.workspace13, shapes.workspace13, shapes.dtype),
+            workspace2=view(workspace.workspace2, shapes.workspace2, shapes.dtype),
+            output=output,
+        )
         return candidate.apply(output, prepared, weights=weights, workspace=own)
+
+
+def _alike(candidates: Mapping[str, FusedMoEExpertsModular]) -> dict[str, FusedMoEExpertsModular]:
+    """All leave the same work to finalize: where they differ, those that leave a row a slot get the sum behind them."""
+    kinds = {name: type(each.finalize_weight_and_reduce_impl()) for name, each in candidates.items()}
+    if len(set(kinds.values())) == 1:
+        return dict(candidates)
+    made = {name: SummedExperts(each) if kinds[name] is TopKWeightAndReduceContiguous else each
+            for name, each in candidates.items()}  # fmt: skip
+    left = {name: type(each.finalize_weight_and_reduce_impl()).__name__ for name, each in made.items()}
+    if len(set(left.values())) > 1:
+        raise ConfigError(f"candidates leave different work to finalize: {left}")
+    return made
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -163,24 +270,36 @@ def bucket_of(num_tokens: int) -> int:
     return next((bucket for bucket in BUCKETS if num_tokens <= 2 * bucket), BUCKETS[-1])
 
 
-def _example(spec: LayerSpec, num_rows: int, weights: ExpertWeights) -> Prepared:
-    """Random rows whose slots are spread as even routing over all experts would: the share of this rank is local."""
-    device, t = weights.w13_eNK.device, spec.shape.top_k
-    generator = torch.Generator().manual_seed(num_rows)
-    scores = torch.rand((num_rows, spec.shape.num_experts), generator=generator)
-    ids = scores.topk(t, 1).indices.int()
-    ids = torch.where(ids < weights.num_experts, ids, -1).to(device)
+def _example(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, every_row: bool) -> Prepared:
+    """Random rows whose slots are spread as even routing over all experts would."""
+    device, e, t = weights.w13_eNK.device, weights.num_experts, min(spec.shape.top_k, spec.shape.num_experts)
+    generator = torch.Generator().manual_seed(1000 * num_rows + seed)
+    ids = torch.rand((num_rows, spec.shape.num_experts), generator=generator).topk(t, 1).indices.int()
+    local = (ids < e).any(1)
+    if not every_row and not bool(local.all()):
+        (held,) = local.nonzero(as_tuple=True)
+        if len(held):
+            ids = ids[
+                torch.where(
+                    local, torch.arange(num_rows), held[torch.randint(len(held), (num_rows,), generator=generator)]
+                )
+            ]
+        else:
+            ids[:, 0] = torch.randint(e, (num_rows,), generator=generator).int()
+    ids = torch.where(ids < e, ids, -1).contiguous().to(device)
     routing = Routing(ids_Mt=ids, weights_Mt=torch.full((num_rows, t), 1.0 / t, device=device))
     x = torch.randn((num_rows, spec.shape.hidden), generator=generator).to(spec.shape.dtype).to(device)
     return Prepared(x=x, routing=routing, handle=DispatchHandle(HandleBook("measured selection"), None))
 
 
 def _time(run: Callable[[], object]) -> float:
+    """Launches count: that is what a step without graphs pays."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
     start.record()
     run()
     end.record()
@@ -188,32 +307,11 @@ def _time(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def _read(cache: Path | None) -> dict:
-    if cache is None or not cache.exists():
-        return {}
-    try:
-        found = json.loads(cache.read_text())
-    except (OSError, ValueError) as error:
-        LOG.warning("%s cannot be read and is measured again: %s", cache, error)
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write(cache: Path, key: str, times: dict[int, dict[str, float]]) -> None:
-    """Whole files only: several ranks may write, and a reader never sees half of one."""
-    content = _read(cache) | {key: {str(bucket): seconds for bucket, seconds in times.items()}}
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    fresh = cache.with_suffix(f".{time.time_ns()}.new")
-    fresh.write_text(json.dumps(content, indent=1))
-    fresh.replace(cache)
+def _time_graph(run: Callable[[], object]) -> float:
+    """As a step that was captured: launches are free."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    graph.replay()
+    return _time(graph.replay)

@@ -16,6 +16,7 @@ from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, Unk
 from epserve.expert_load import by_layer
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import check_routing
+from epserve.modular_kernel.selection import Choice
 
 from .changes import Rebalance, Resize
 from .cluster import Cluster
@@ -45,6 +46,8 @@ class RankStatus:
     alive: bool
     phase: str
     late_compiles: int = 0
+    experts_choices: tuple[Choice, ...] = ()
+    """Which experts backend computes batches of how many rows; empty: there is one for all."""
     layer_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -246,6 +249,7 @@ class Engine:
             alive=member.alive,
             phase=pulse.phase if pulse is not None else "idle",
             late_compiles=pulse.late_compiles if pulse is not None else 0,
+            experts_choices=member.experts_choices,
         )
 
     def _step_done(self, record: StepRecord) -> None:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
+from epserve.modular_kernel.selection import Choice
 from epserve.worker import Arrangement, LoadReport
 
 from .agent import NodeAgent
@@ -51,6 +52,10 @@ class Member:
     report: LoadReport | None = None
     link: SocketLink | None = None
     pulse: Pulse | None = None
+    experts_choices: tuple[Choice, ...] = ()
+    """What it measured when the present group was made."""
+    hands_out: LinkAddress | None = None
+    """Where its experts can be had; there once experts have moved."""
 
     @classmethod
     def create(cls, config: Config, rank: int, *, device: str, place: Place) -> Member:

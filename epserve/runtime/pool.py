@@ -302,8 +302,10 @@ class Pool:
             marks.add("join")
             slowest: dict[str, float] = max(parts, key=lambda each: sum(each.values()))
             marks.seconds.update(slowest)
-        (lines,) = await call_all(self.members[:1], "explain", timeout=limit)
-        self.explanation = tuple(lines)
+        explained = await call_all(self.members, "explain", timeout=limit)
+        self.explanation = tuple(explained[0][0])
+        for member, (_, choices) in zip(self.members, explained, strict=True):
+            member.experts_choices = choices
 
     def set_serving(self) -> None:
         if self.closing:

@@ -23,6 +23,7 @@ from epserve import logs, rank_plan
 from epserve.config import Config
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
+from epserve.modular_kernel.selection import Choice
 from epserve.placement import Placement
 from epserve.worker import Arrangement, Counters, LoadReport, StepPlan, Worker
 
@@ -218,7 +219,7 @@ class RankActor:
             self._worker.capture_staged(layer)
         return True
 
-    def _explain(self) -> list[str]:
+    def _explain(self) -> tuple[list[str], tuple[Choice, ...]]:
         assert self._worker is not None
         return self._worker.explain()
 

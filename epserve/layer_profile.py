@@ -98,7 +98,7 @@ def profile_layer(request: ProfileRequest) -> ProfileResult:
     """Raises what `ProfileRequest.check` raises, a rank's own error, RankFailed when one dies or is late, and InternalError
     when the result is wrong."""
     request.check()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the tracer of the ranks' torch; it tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer of the ranks' torch; it tells of every start and stop
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     inbox = context.Queue()

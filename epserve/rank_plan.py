@@ -28,9 +28,9 @@ from epserve.modular_kernel import (
     methods_quant,
     why_not,
 )
+from epserve.modular_kernel.selection import Measuring
 from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.placement import Placement
-from epserve.modular_kernel.selection import Measuring
 
 # Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
 MEASURED = {
@@ -43,10 +43,10 @@ PREFER_ALL2ALL = {
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
 PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
-
-METHODS: tuple[type[FusedMoEMethodBase], ...] = (
 RIVALS = {"cpu": ("grouped_mm", "loop"), "cuda": ("triton", "cutlass", "deepgemm")}
 """Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
+
+METHODS: tuple[type[FusedMoEMethodBase], ...] = (
     UnquantizedFusedMoEMethod,
     methods_quant.Fp8MoEMethod,
     methods_quant.CompressedTensorsW8A8Fp8MoEMethod,
@@ -54,9 +54,9 @@ RIVALS = {"cpu": ("grouped_mm", "loop"), "cuda": ("triton", "cutlass", "deepgemm
     methods_quant.ModelOptFp8FusedMoE,
     methods_quant.ModelOptNvFp4FusedMoE,
     methods_quant.Mxfp4MoEMethod,
+    methods_quant.CompressedTensorsW8A8Fp8MoECutlassMethod,
 )
 
-    methods_quant.CompressedTensorsW8A8Fp8MoECutlassMethod,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -67,10 +67,10 @@ class Chosen:
     passed_over: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
     """Further pairs, of which each step takes the one that was measured as fastest for it."""
-
-    @property
     rivals: tuple[str, ...] = ()
     """Further experts backends of the same format: each rank takes the fastest for the rows that it has."""
+
+    @property
     def names(self) -> tuple[str, str]:
         """Of all pairs, to be compared between ranks and shown."""
         pairs = [(self.all2all, self.experts), *self.others]

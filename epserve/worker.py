@@ -30,8 +30,8 @@ from epserve.expert_load import LoadCounter
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
 from epserve.modular_kernel import RankContext, Routing
-from epserve.phases import IDLE, PhaseClock
 from epserve.modular_kernel.selection import Choice
+from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, left_out, to_physical
 from epserve.rank_kernels import RankKernels
 
@@ -249,8 +249,6 @@ class Worker:
         """What was measured and chosen on this rank, and why something that was configured does not happen."""
         return self.kernels.notes()
 
-    def leave(self) -> None:
-        """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
     def experts_choices(self) -> tuple[Choice, ...]:
         """Which experts backend computes batches of how many rows on this rank; empty: there is one for all."""
         return self.kernels.experts_choices()
@@ -261,6 +259,8 @@ class Worker:
         with torch.inference_mode():
             return self.kernels.time_experts(next(iter(self._layers.values())).experts, again)
 
+    def leave(self) -> None:
+        """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
 
         NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
         """

@@ -157,11 +157,15 @@ def tune_cell(shape: Shape, dtype: str, weights, m: int, deadline: float, log: l
 
 
 def compile_job(job) -> str | None:
-    """In a worker: one GEMM of one candidate, with weights of a few elements. The error's text, or None."""
+    """In a worker: one GEMM of one candidate. The error's text, or None."""
     name, dtype, m, bm, which, option, device = job
+    return compile_trial(SHAPES[name], dtype, m, bm, which, option, device)
+
+
+def compile_trial(shape: Shape, dtype: str, m: int, bm: int, which: str, option, device: str) -> str | None:
+    """One GEMM of one candidate, with weights of a few elements. The error's text, or None."""
     try:
         torch.set_num_threads(1)
-        shape = SHAPES[name]
         trial = Trial(shape, dtype, stub_weights(shape, dtype, device), m, bm, [])
         trial.run.launch = trial.run.compile_only
         compile_one(trial, dtype, which, option)
@@ -209,7 +213,7 @@ def jobs_of(cells: list, device: str) -> list:
             for which, options in (("gate_up", firsts), ("down", seconds)):
                 for option in options:
                     tiles = option.tiles if isinstance(option, First) else option
-                    plain = replace(tiles, group=1, full_grid=False)
+                    plain = replace(tiles, group=1, by_expert=False, full_grid=False)
                     key = (name, dtype, bm, direct, which, plain, getattr(option, "expand", False))
                     if key not in seen:
                         seen.add(key)

@@ -21,7 +21,7 @@ from epserve.modular_kernel import (
 from . import triton_warmup
 from .kernels import routing
 from .triton_experts import CAPABILITY
-from .triton_launch import BLOCK, FLOAT, ROW, ROWS, Buffers, Launcher, cdiv, regions
+from .triton_launch import BLOCK, FLOAT, ROW, ROWS, TABLE, Buffers, Launcher, cdiv, regions
 from .triton_tiles import GemmTiles, Problem, Tiles, choose, shipped
 
 THIN_ROWS = 24
@@ -111,7 +111,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         thin, thick = self.tiles(num_experts, capacity)
         most_thin = min(num_experts * cdiv(capacity, thin.bm), num_experts * (1 + THIN_ROWS // thin.bm))
         most_thick = num_experts * cdiv(capacity, thick.bm)
-        tables = [r2.take((3 * count + 1,), torch.int32) for count in (most_thin, most_thick)]
+        tables = [r2.take((TABLE * count + 1,), torch.int32) for count in (most_thin, most_thick)]
         x_rows = rows if run.numerics.mode != FLOAT else 0
         shared = run.gemm_buffers(r13, r2, num_rows=rows, max_tiles=most_thick, tiles=thick, x_rows=x_rows, y=False)
         a = dataclasses.replace(shared, max_tiles=most_thin, tiles=tables[0])

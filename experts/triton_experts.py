@@ -20,7 +20,20 @@ from epserve.modular_kernel import (
 )
 
 from . import triton_warmup
-from .triton_launch import BLOCK, DIRECT, DIRECT_SLOTS, FLOAT, GATHER, ROW, ROWS, SMALL_SORT, Buffers, Launcher, regions
+from .triton_launch import (
+    BLOCK,
+    DIRECT,
+    DIRECT_SLOTS,
+    FLOAT,
+    GATHER,
+    ROW,
+    ROWS,
+    SMALL_SORT,
+    TABLE,
+    Buffers,
+    Launcher,
+    regions,
+)
 from .triton_tiles import BUCKETS, PACKED, Problem, Tiles, choose, shipped
 
 CAPABILITY = ExpertsCapability(
@@ -132,7 +145,7 @@ class TritonExperts(FusedMoEExpertsModular):
         order = inv = table = counts = None
         if not direct:
             order, inv = r2.take((slots,), torch.int32), r2.take((slots,), torch.int32)
-            table = r2.take((3 * max_tiles + 1,), torch.int32)
+            table = r2.take((TABLE * max_tiles + 1,), torch.int32)
             if slots > SMALL_SORT:
                 counts = r2.take((2, Launcher.bins(num_experts)), torch.int32)
         run = self.launcher()

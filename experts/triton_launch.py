@@ -20,6 +20,8 @@ from .triton_tiles import SHARED_MEMORY, GemmTiles, Tiles
 
 FLOAT, TENSOR, BLOCK, ROW = (mode.value for mode in (pieces.FLOAT, pieces.TENSOR, pieces.BLOCK, pieces.ROW))
 DIRECT, GATHER, ROWS = (source.value for source in (pieces.DIRECT, pieces.GATHER, pieces.ROWS))
+TABLE = pieces.FIELDS.value
+"""Numbers that the table of tiles holds for each tile."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "swigluoai": 4}
 DIRECT_SLOTS = 128
 """Up to here the tiles come from the ids themselves, without a routing kernel."""
@@ -211,7 +213,7 @@ class Launcher:
         work = b.max_tiles * cdiv(N, c.bn) * c.split
         self.launch(gemm.gate_up, self._programs(c, tiles.bm, work, gated=True),
                     x, xd, xs, w, weights.s13, weights.a1, weights.a2, weights.b13, ids, b.order, b.tiles, b.h, b.hs,
-                    b.part, self.counter, b.num_rows, b.max_tiles, c.group,
+                    b.part, self.counter, b.num_rows, b.max_tiles, c.runs,
                     TOPK=1 if ids is None else ids.shape[1], SOURCE=source, FLY=fly, WIDE=c.wide,
                     BIAS=weights.b13 is not None, **self._constants(c, tiles.bm, E, b.num_rows, source), **self.act)  # fmt: skip
 
@@ -226,11 +228,12 @@ class Launcher:
         work = b.max_tiles * cdiv(K, c.bn) * c.split
         self.launch(gemm.down, self._programs(c, tiles.bm, work, gated=False),
                     b.hq, hd, b.hs, w, weights.s2, weights.a2, weights.b2, ids, b.tiles, y, b.num_rows, b.max_tiles,
-                    c.group, SOURCE=source, BIAS=weights.b2 is not None,
+                    c.runs, SOURCE=source, BIAS=weights.b2 is not None,
                     **self._constants(c, tiles.bm, E, b.num_rows, source))  # fmt: skip
 
     def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, *, gated: bool) -> None:
         """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
+        assert c.width in ((64, 128) if self.numerics.mode == BLOCK else (128, 256)), "columns of one product"
         E = weights.num_experts
         name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
             "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
@@ -243,9 +246,9 @@ class Launcher:
             weights.derived[key] = LaidOutDescriptor(w, [rows, inner], [inner, 1], [128, c.bk], layout)
         xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], [64, c.bk], layout)
         work = b.max_tiles * width // (128 if gated else 256)
-        self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles, out,
-                    outs, b.max_tiles, c.group, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,
-                    STAGES=c.stages, num_warps=4)  # fmt: skip
+        self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles,
+                    self.counter, out, outs, b.max_tiles, c.runs, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,
+                    STAGES=c.stages, WIDTH=c.width, LAG=c.lag, DYNAMIC=c.dynamic, num_warps=4)  # fmt: skip
 
     def reduce(self, b: Buffers, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *, split: int,
                in_slots: bool) -> None:  # fmt: skip

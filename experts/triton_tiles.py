@@ -33,6 +33,8 @@ class GemmTiles:
     """Programs that share one tile's inner dimension."""
     group: int = 1
     """Token tiles that pass over a column block before the next: keeps weights in the L2 cache."""
+    by_expert: bool = False
+    """Groups end with the expert: `group` is then the most, and an expert's tiles are shared evenly among its groups."""
     fly: bool = False
     """First GEMM only: quantise activations inside it."""
     wide: bool = False
@@ -41,10 +43,22 @@ class GemmTiles:
     """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
     specialised: bool = False
     """The warp-specialised kernel of compute capability 9.0: bm 128, bn 128, rows that lie expert by expert."""
+    width: int = 128
+    """Specialised only: columns of one product. 256 reads rows once, not with block scales; 64, only with block scales, lets
+    the next product run while one is scaled."""
+    lag: int = 0
+    """Specialised only: the second warpgroup starts when the first has finished so many products of an item."""
+    dynamic: bool = False
+    """Specialised only: a program takes the next item that nobody has, instead of every n-th: tiles differ in cost."""
     full_grid: bool = False
     """One program a work item, instead of as many as fit on the device at once."""
     warps: int = 4
     stages: int = 4
+
+    @property
+    def runs(self) -> int:
+        """`group` as the kernels take it: negative when groups end with the expert."""
+        return -self.group if self.by_expert else self.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,11 +79,9 @@ def gemm(**options) -> GemmTiles:
     return GemmTiles(**{"bn": 128, "bk": 128, **options})
 
 
-def thick(bm=64, *, expand=False, wide=False, flat=False, warps=4, swap=False, bk=64) -> Tiles:
-    first = gemm(wide=wide, flat=flat, group=2, warps=warps, stages=3, swap=swap, bk=bk)
-    return Tiles(
-        bm=bm, expand=expand, gate_up=first, down=gemm(flat=flat, group=3, warps=warps, stages=3, swap=swap, bk=bk)
-    )
+def thick(bm=64, *, expand=False, wide=False, group=(2, 3), **options) -> Tiles:
+    first, second = (gemm(**{"warps": 4, "stages": 3, "bk": 64, "group": size, **options}) for size in group)
+    return Tiles(bm=bm, expand=expand, gate_up=dataclasses.replace(first, wide=wide), down=second)
 
 
 def thin(bm=16, *, split=1, split2=1, fly=False, expand=False) -> Tiles:
@@ -112,6 +110,9 @@ CASES = [
     Case(why="gathered, one accumulator", tokens=70, local=2, total=2, tiles=thick(64, wide=True)),
     Case(why="loops fused", tokens=70, local=2, total=2, tiles=thick(64, expand=True, wide=True, flat=True)),
     Case(why="token tile 128", tokens=90, local=2, total=2, tiles=thick(128, wide=True, expand=True, warps=8)),
+    Case(why="groups end with the expert", tokens=150, local=3, total=3, tiles=thick(64, by_expert=True, group=(1, 2))),
+    Case(why="groups end with the expert, sorted by two launches", tokens=600, local=3, total=6, routing="hot", hidden=128,
+         intermediate=128, tiles=thick(64, by_expert=True, expand=True, wide=True, group=(4, 3))),
     Case(why="swapped thick tiles", tokens=70, local=2, total=2, tiles=thick(64, swap=True)),
     Case(why="float16", tokens=33, dtype=torch.float16),
     Case(why="sizes that no tile divides",
@@ -174,6 +175,34 @@ SPECIALISED = [
          tiles=special(bk=128)),
     Case(why="specialised, blocks arrive quantised", tokens=700, hidden=512, intermediate=384, scheme="fp8_block",
          quantised_input=True, tiles=special(bk=128)),
+    Case(why="specialised, groups end with the expert", tokens=700, hidden=512, intermediate=384,
+         tiles=special(group=2, by_expert=True)),
+    Case(why="specialised, groups end with the expert, blocks, hot", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         scheme="fp8_block", tiles=special(bk=128, group=4, by_expert=True)),
+    Case(why="specialised, products of 256 columns", tokens=700, hidden=512, intermediate=384, tiles=special(width=256)),
+    Case(why="specialised, products of 256 columns, fp8", tokens=700, hidden=512, intermediate=384, scheme="fp8_tensor",
+         tiles=special(bk=128, width=256)),
+    Case(why="specialised, products of 64 columns", tokens=700, hidden=512, intermediate=384, scheme="fp8_block",
+         tiles=special(bk=128, width=64)),
+    Case(why="specialised, products of 64 columns, few rows", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
+         tiles=special(bk=128, width=64)),
+    Case(why="specialised, second half behind, blocks", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         scheme="fp8_block", tiles=special(bk=128, lag=1)),
+    Case(why="specialised, second half behind, even, blocks", tokens=900, hidden=1024, intermediate=512, scheme="fp8_block",
+         tiles=special(bk=128, lag=2)),
+    Case(why="specialised, second half behind, 64 columns", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         scheme="fp8_block", tiles=special(bk=128, lag=3, width=64)),
+    Case(why="specialised, second half behind, 256 columns", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         tiles=special(lag=4, width=256)),
+    Case(why="specialised, next item that nobody has", tokens=3000, hidden=512, intermediate=1024, routing="hot",
+         local=8, total=8, tiles=special(group=8, by_expert=True, dynamic=True)),
+    Case(why="specialised, next item that nobody has, everything else", tokens=3000, hidden=1024, intermediate=512,
+         routing="hot", local=8, total=8, scheme="fp8_block",
+         tiles=special(bk=128, group=8, by_expert=True, dynamic=True, lag=2, width=64)),
+    Case(why="specialised, next item that nobody has, few items", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
+         tiles=special(bk=128, dynamic=True)),
+    Case(why="specialised, all remote, next item that nobody has", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
+         tiles=special(bk=128, dynamic=True)),
     Case(why="specialised, all remote", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
          tiles=special(bk=128)),
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from .pieces import (
     BLOCK,
     DIRECT,
+    FIELDS,
     GATHER,
     ROW,
     ROWS,
@@ -70,11 +71,11 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
         ej, per, toff = direct_state(ids, S, BM, SP, BINS)
         num_tiles = tl.sum(per, 0)
     else:
-        num_tiles = tl.load(tiles + 3 * T)
+        num_tiles = tl.load(tiles + FIELDS * T)
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     for item in tl.range(tl.program_id(0), num_tiles * NB * SPLIT, tl.num_programs(0), flatten=FLAT):
-        tile, nb, sp = work_item(item, num_tiles, GM, NB, SPLIT)
+        tile, nb, sp = work_item(item, tiles, T, num_tiles, GM, NB, SPLIT, SOURCE)
         if SOURCE == DIRECT:
             e, slot, ok = direct_tile(tile, ej, per, toff, BM, SP, BINS)
             row = slot
@@ -209,11 +210,11 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
         ej, per, toff = direct_state(ids, S, BM, SP, BINS)
         num_tiles = tl.sum(per, 0)
     else:
-        num_tiles = tl.load(tiles + 3 * T)
+        num_tiles = tl.load(tiles + FIELDS * T)
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     for item in tl.range(tl.program_id(0), num_tiles * NB * SPLIT, tl.num_programs(0), flatten=FLAT):
-        tile, nb, sp = work_item(item, num_tiles, GM, NB, SPLIT)
+        tile, nb, sp = work_item(item, tiles, T, num_tiles, GM, NB, SPLIT, SOURCE)
         if SOURCE == DIRECT:
             e, row, ok = direct_tile(tile, ej, per, toff, BM, SP, BINS)
         else:

@@ -15,55 +15,96 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 FLOAT, TENSOR, BLOCK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 HALF_ROWS = gl.constexpr(64)
 SIDE = gl.constexpr(128)
+FIELDS = gl.constexpr(5)  # as in `pieces`
 
 barrier_of_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
 def _here(v):
-    """v, computed at this point: LLVM would else move the sums behind the second product, whose result needs their registers.
-    The wait for a barrier that follows keeps ptxas from the same."""
+    """v, computed at this point: LLVM would else move the sums behind the next product, whose result needs their registers.
+    A wait for a barrier that follows, complete or not, keeps ptxas from the same: it moves nothing over a branch."""
     return gl.inline_asm_elementwise("// $0", "=f,0", [v], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _item(w, num_tiles, GM, NB: gl.constexpr):
+def _item(w, tiles, T, num_tiles, GM, NB: gl.constexpr):
     """Work item -> tile, column block: see `pieces.work_item`."""
-    first = w // (GM * NB) * GM
-    size = gl.minimum(num_tiles - first, GM)
-    rest = w % (GM * NB)
+    low, count, size = 0, num_tiles, GM
+    if GM < 0:
+        low, count = gl.load(tiles + 3 * T + w // NB), gl.load(tiles + 4 * T + w // NB)
+        groups = (count - GM - 1) // -GM
+        size = (count + groups - 1) // groups
+    first = low + (w // NB - low) // size * size
+    size = gl.minimum(low + count - first, size)
+    rest = w - first * NB
     return first + rest % size, rest // size
 
 
 @gluon.jit
-def _load(xd, wd, tiles, a, b, full, empty, T, GM, ROWS: gl.constexpr, SECOND: gl.constexpr, STEP: gl.constexpr,
-          NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _post(queue, posted, taken, num, item):
+    """Producer: hand over item number `num` of this program."""
+    slot = num % 2
+    mbarrier.wait(taken.index(slot), (num // 2 + 1) & 1)
+    queue.index(slot).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + item)
+    barrier_of_warps()
+    mbarrier.arrive(posted.index(slot), count=1)
+
+
+@gluon.jit
+def _take(queue, posted, taken, num):
+    """Consumer: item number `num` of this program."""
+    slot = num % 2
+    mbarrier.wait(posted.index(slot), (num // 2) & 1)
+    item = gl.max(queue.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    barrier_of_warps()
+    mbarrier.arrive(taken.index(slot), count=1)
+    return item
+
+
+@gluon.jit
+def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS: gl.constexpr,
+          SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr,
+          STAGES: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
     """The producer. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further.
-    The second half of the rows is left out where the tile has none there."""
+    The second half of the rows is left out where the tile has none there.
+
+    DYNAMIC: programs take the next item that nobody has; `counter` (2 numbers) is 0 again when all are done."""
     BYTES: gl.constexpr = wd.block_type.nbytes
-    num_tiles = gl.load(tiles + 3 * T)
+    num_items = gl.load(tiles + FIELDS * T) * NB
     step = 0
-    for item in range(gl.program_id(0), num_tiles * NB, gl.num_programs(0)):
-        tile, nb = _item(item, num_tiles, GM, NB)
+    num = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        if DYNAMIC:
+            _post(queue, posted, taken, num, item)
+        tile, nb = _item(item, tiles, T, num_items // NB, GM, NB)
         e, row0 = gl.load(tiles + tile), gl.load(tiles + T + tile)
         w_row = e * ROWS + nb * STEP
         both = gl.load(tiles + 2 * T + tile) > HALF_ROWS
+        item += gl.num_programs(0)
         for kb in range(NK):
             s = step % STAGES
             mbarrier.wait(empty.index(s), (step // STAGES + 1) & 1)
-            bar = full.index(2 * s)
-            mbarrier.expect(bar, 2 * BYTES, pred=both)
-            mbarrier.expect(bar, BYTES + BYTES // 2, pred=both == 0)
-            rows = a.index(s)
+            bar, rows, weights = full.index(s), a.index(s), b.index(s)
+            mbarrier.expect(bar, 3 * BYTES, pred=both)
+            mbarrier.expect(bar, 2 * BYTES + BYTES // 2, pred=both == 0)
             tma.async_copy_global_to_shared(xd, [row0, kb * BK], bar, rows.slice(0, HALF_ROWS))
             tma.async_copy_global_to_shared(
                 xd, [row0 + HALF_ROWS, kb * BK], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both
             )
-            tma.async_copy_global_to_shared(wd, [w_row, kb * BK], bar, b.index(2 * s))
-            bar = full.index(2 * s + 1)
-            mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(wd, [w_row + SECOND, kb * BK], bar, b.index(2 * s + 1))
+            tma.async_copy_global_to_shared(wd, [w_row, kb * BK], bar, weights.slice(0, SIDE))
+            tma.async_copy_global_to_shared(wd, [w_row + SECOND, kb * BK], bar, weights.slice(SIDE, SIDE))
+            if DYNAMIC:  # noqa: SIM102 (a constant)
+                if kb == NK // 2:  # early: the answer takes about a microsecond
+                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             step += 1
+        num += 1
+    if DYNAMIC:
+        _post(queue, posted, taken, num, item)
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -79,6 +120,16 @@ def _store_half(q, out, row0, count, column, OUT: gl.constexpr, HALF: gl.constex
 
 
 @gluon.jit
+def _silu(v):
+    """v / (1 + exp(-v)) by the special function unit, 2 ulp: a division with its range checks would be most of the epilogue."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+        "rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",
+        "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _to_e4m3(v):
     return gl.minimum(gl.maximum(v, -448.0), 448.0).to(gl.float8e4nv)
 
@@ -90,12 +141,12 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
     if MODE == TENSOR:
         acc0, acc1 = acc0 * scale, acc1 * scale
     if GATED:
-        v = acc0 / (1.0 + gl.exp(-acc0)) * acc1
+        v = _silu(acc0) * acc1
         if MODE == BLOCK:
-            s = gl.maximum(gl.max(gl.abs(v), 1), 1e-10) / 448.0
+            top = gl.maximum(gl.max(gl.abs(v), 1), 1e-10)
             m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, v.type.layout))
-            gl.store(outs + (row0 + m) * (OUT // SIDE) + nb, s, mask=m < count)
-            q = _to_e4m3(v / gl.expand_dims(s, 1))
+            gl.store(outs + (row0 + m) * (OUT // SIDE) + nb, top / 448.0, mask=m < count)
+            q = _to_e4m3(v * gl.expand_dims(448.0 / top, 1))
         elif MODE == TENSOR:
             q = _to_e4m3(v * (1.0 / gl.load(a2)))
         else:
@@ -107,8 +158,8 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
 
 
 @gluon.jit
-def _sum_blocks(rows, xs, ws, a, b, full, empty, step, row0, count, block, layout: gl.constexpr, NEXT: gl.constexpr,
-                NK: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+def _sum_blocks(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout: gl.constexpr, NEXT: gl.constexpr,
+                NK: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """One work item with block scales: every product of 128 inner columns is scaled, then added in float32."""
     real = rows < count
     sa_at, s0_at = xs + (row0 + rows) * NK, ws + block * NK
@@ -119,16 +170,20 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, step, row0, count, block, layou
     for kb in range(NK):
         s = step % STAGES
         phase = (step // STAGES) & 1
-        mbarrier.wait(full.index(2 * s), phase)
-        x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
-        product = warpgroup_mma(x, b.index(2 * s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(s), phase)
+        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS), b.index(s)
+        product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         nx = gl.minimum(kb + 1, NK - 1)  # the next block's scales, ahead of their use
         sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         p = warpgroup_mma_wait(0, deps=[product])
+        if LAG % 2 == 1 and HALF == 0:
+            mbarrier.arrive(turn, count=1, pred=kb == LAG // 2)
         acc0 = _here(acc0 + p * gl.expand_dims(sa * s0, 1))
-        mbarrier.wait(full.index(2 * s + 1), phase)
-        product = warpgroup_mma(x, b.index(2 * s + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(s), phase)  # complete: see `_here`
+        product = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         p = warpgroup_mma_wait(0, deps=[product])
+        if LAG > 0 and LAG % 2 == 0 and HALF == 0:
+            mbarrier.arrive(turn, count=1, pred=kb == LAG // 2 - 1)
         barrier_of_warps()
         mbarrier.arrive(empty.index(s), count=1)
         acc1 += p * gl.expand_dims(sa * s1, 1)
@@ -138,20 +193,68 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, step, row0, count, block, layou
 
 
 @gluon.jit
-def _sum_plain(a, b, full, empty, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
-               HALF: gl.constexpr):  # fmt: skip
+def _quarter(acc, product, sa, sw, bar, phase):
+    """acc + product * scales, while one later product is under way; and the product, whose registers are free then."""
+    p = warpgroup_mma_wait(1, deps=[product])
+    acc = _here(acc + p * gl.expand_dims(sa * sw, 1))
+    mbarrier.wait(bar, phase)  # complete: see `_here`
+    return acc, p
+
+
+@gluon.jit
+def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout: gl.constexpr,
+                  NEXT: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+                  HALF: gl.constexpr):  # fmt: skip
+    """`_sum_blocks` in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go through
+    registers, since products of 64 columns that read both operands from shared memory would be bound by that."""
+    QUARTER: gl.constexpr = SIDE // 2
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    real = rows < count
+    sa_at, s0_at = xs + (row0 + rows) * NK, ws + block * NK
+    s1_at = s0_at + NEXT * NK
+    zero = gl.zeros((HALF_ROWS, QUARTER), gl.float32, layout)
+    acc0, acc1, acc2, acc3 = zero, zero, zero, zero
+    sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
+    for kb in range(NK):
+        s = step % STAGES
+        phase, bar = (step // STAGES) & 1, full.index(s)
+        mbarrier.wait(bar, phase)
+        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS).load(operand), b.index(s)
+        p0 = warpgroup_mma(x, w.slice(0, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
+        p1 = warpgroup_mma(x, w.slice(QUARTER, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
+        nx = gl.minimum(kb + 1, NK - 1)
+        sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
+        acc0, free0 = _quarter(acc0, p0, sa, s0, bar, phase)
+        p2 = warpgroup_mma(x, w.slice(2 * QUARTER, QUARTER).permute((1, 0)), free0, use_acc=False, is_async=True)
+        acc1, free1 = _quarter(acc1, p1, sa, s0, bar, phase)
+        p3 = warpgroup_mma(x, w.slice(3 * QUARTER, QUARTER).permute((1, 0)), free1, use_acc=False, is_async=True)
+        acc2, _free = _quarter(acc2, p2, sa, s1, bar, phase)
+        p = warpgroup_mma_wait(0, deps=[p3])
+        if LAG > 0 and HALF == 0:
+            mbarrier.arrive(turn, count=1, pred=kb == (LAG - 1) // 2)
+        barrier_of_warps()
+        mbarrier.arrive(empty.index(s), count=1)
+        acc3 += p * gl.expand_dims(sa * s1, 1)
+        sa, s0, s1 = sa2, s02, s12
+        step += 1
+    return acc0, acc1, acc2, acc3, step
+
+
+@gluon.jit
+def _sum_plain(a, b, full, empty, turn, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
+               LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """One work item, summed in the tensor core; a stage is given back while the next one is being multiplied."""
     acc0 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
     acc1 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
     for kb in range(NK):
         s = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(full.index(2 * s), phase)
-        x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
-        acc0 = warpgroup_mma(x, b.index(2 * s).permute((1, 0)), acc0, is_async=True)
-        mbarrier.wait(full.index(2 * s + 1), phase)
-        acc1 = warpgroup_mma(x, b.index(2 * s + 1).permute((1, 0)), acc1, is_async=True)
+        mbarrier.wait(full.index(s), (step // STAGES) & 1)
+        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS), b.index(s)
+        acc0 = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), acc0, is_async=True)
+        acc1 = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        if LAG > 0 and HALF == 0:
+            mbarrier.arrive(turn, count=1, pred=kb == (LAG + 1) // 2)
         barrier_of_warps()
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
         step += 1
@@ -162,13 +265,34 @@ def _sum_plain(a, b, full, empty, step, layout: gl.constexpr, NK: gl.constexpr, 
 
 
 @gluon.jit
+def _sum_wide(a, b, full, empty, turn, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
+              LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+    """`_sum_plain` with both column blocks in one product, which reads the rows once."""
+    acc = gl.zeros((HALF_ROWS, 2 * SIDE), gl.float32, layout)
+    for kb in range(NK):
+        s = step % STAGES
+        mbarrier.wait(full.index(s), (step // STAGES) & 1)
+        x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
+        acc = warpgroup_mma(x, b.index(s).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        if LAG > 0 and HALF == 0:
+            mbarrier.arrive(turn, count=1, pred=kb == (LAG + 1) // 2)
+        barrier_of_warps()
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier_of_warps()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    acc0, acc1 = gl.split(gl.permute(gl.reshape(acc, (HALF_ROWS, 2, SIDE)), (0, 2, 1)))
+    return acc0, acc1, step
+
+
+@gluon.jit
 def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
     """The second half of a tile that has no rows there: give the stages back as they come, so that phases stay in step."""
     for _kb in range(NK):
         s = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(full.index(2 * s), phase)
-        mbarrier.wait(full.index(2 * s + 1), phase)
+        mbarrier.wait(full.index(s), (step // STAGES) & 1)
         barrier_of_warps()  # a warp that fell two phases behind would wait for ever
         mbarrier.arrive(empty.index(s), count=1)
         step += 1
@@ -176,41 +300,63 @@ def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT: gl.constexpr, NEXT: gl.constexpr,
-              BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
-              MODE: gl.constexpr, GATED: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // a.dtype.primitive_bitwidth])
-    num_tiles = gl.load(tiles + 3 * T)
+def _beside(left, right):
+    """Two blocks of 64 columns -> one of 128."""
+    both = gl.join(left, right)  # (64, 64, 2)
+    return gl.reshape(gl.permute(both, (0, 2, 1)), (HALF_ROWS, SIDE))
+
+
+@gluon.jit
+def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT: gl.constexpr,
+              NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr,
+              STAGES: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr,
+              DYNAMIC: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+    """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
+    LAG: the second consumer starts when the first one has finished so many products of the item."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // a.dtype.primitive_bitwidth])
+    num_items = gl.load(tiles + FIELDS * T) * NB
     m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
     step = 0
+    num = 0
     scale = 1.0
-    for item in range(gl.program_id(0), num_tiles * NB, gl.num_programs(0)):
-        tile, nb = _item(item, num_tiles, GM, NB)
+    item = _take(queue, posted, taken, num) if DYNAMIC else gl.program_id(0)
+    while item < num_items:
+        tile, nb = _item(item, tiles, T, num_items // NB, GM, NB)
         e, row0, count = gl.load(tiles + tile), gl.load(tiles + T + tile), gl.load(tiles + 2 * T + tile)
+        if LAG > 0 and HALF == 1:
+            mbarrier.wait(turn, num & 1)
         if HALF == 1 and count <= HALF_ROWS:
             step = _skip(full, empty, step, NK, STAGES)
         else:
             block = e * BLOCKS + nb * STEP
-            if MODE == BLOCK:
-                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, step, row0, count, block, layout, NEXT, NK,
-                                               STAGES, HALF)  # fmt: skip
+            if MODE == BLOCK and WIDTH == SIDE // 2:
+                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout,
+                                                     NEXT, NK, STAGES, LAG, HALF)  # fmt: skip
+                acc0, acc1 = _beside(q0, q1), _beside(q2, q3)
+            elif MODE == BLOCK:
+                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout, NEXT,
+                                               NK, STAGES, LAG, HALF)  # fmt: skip
+            elif WIDTH == 2 * SIDE:
+                acc0, acc1, step = _sum_wide(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
             else:
-                acc0, acc1, step = _sum_plain(a, b, full, empty, step, layout, NK, STAGES, HALF)
+                acc0, acc1, step = _sum_plain(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
             if MODE == TENSOR:
                 scale = gl.load(a1) * gl.load(ws + e)
             _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
+        num += 1
+        item = _take(queue, posted, taken, num) if DYNAMIC else item + gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["T", "GM"])
-def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
-            MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
+            MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
+            LAG: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
     GATED.
 
     xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert,
     INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
-    scale of x, a2 that of out, ws (E,).
+    scale of x, a2 that of out, ws (E,). WIDTH: columns of one product: 128; with BLOCK also 64, else also 256.
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     ROWS: gl.constexpr = 2 * OUT if GATED else OUT
@@ -218,21 +364,30 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, out, outs, T, GM, INNER: gl.constexpr
     STEP: gl.constexpr = SIDE if GATED else 2 * SIDE
     NB: gl.constexpr = OUT // STEP
     NK: gl.constexpr = (INNER + BK - 1) // BK
+    WAIT: gl.constexpr = LAG if NK >= STAGES else 0  # the first may be a whole item ahead otherwise
     a = gl.allocate_shared_memory(xd.dtype, [STAGES, SIDE, BK], xd.layout)
-    b = gl.allocate_shared_memory(wd.dtype, [2 * STAGES, SIDE, BK], wd.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    b = gl.allocate_shared_memory(wd.dtype, [STAGES, 2 * SIDE, BK], wd.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    queue = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn, count=1)
+    for s in gl.static_range(2):
+        mbarrier.init(posted.index(s), count=1)
+        mbarrier.init(taken.index(s), count=2)
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(2 * s), count=1)
-        mbarrier.init(full.index(2 * s + 1), count=1)
+        mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT, SECOND // SIDE, ROWS // SIDE,
-                         STEP // SIDE, NB, NK, STAGES, MODE, GATED, 0)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, T, GM, OUT, SECOND // SIDE, ROWS // SIDE,
-                         STEP // SIDE, NB, NK, STAGES, MODE, GATED, 1)),
-            (_load, (xd, wd, tiles, a, b, full, empty, T, GM, ROWS, SECOND, STEP, NB, NK, BK, STAGES)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT,
+                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC, 0)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT,
+                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC, 1)),
+            (_load, (xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS, SECOND, STEP, NB, NK, BK,
+                     STAGES, DYNAMIC)),
         ],
         [4, 1],
         [240, 24],

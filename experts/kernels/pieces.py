@@ -1,7 +1,8 @@
 """What the GEMM kernels share: programmatic launch, which tile a program works on, one matrix step, the non-linearity.
 
-Tiles: `BM` rows of one expert. `tiles` is a table of int32, `(3, T)` = expert, first row, number of rows, then the number
-of tiles. In direct mode (few slots) there is no table: every program derives it from the ids, in registers.
+Tiles: `BM` rows of one expert. `tiles` is a table of int32, `(FIELDS, T)` = expert, first row, number of rows, the expert's
+first tile, its number of tiles; then the number of all tiles. In direct mode (few slots) there is no table: every program
+derives it from the ids, in registers.
 """
 
 import triton
@@ -16,6 +17,9 @@ FLOAT, TENSOR, BLOCK, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), t
 
 DIRECT, GATHER, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where a tile's rows come from: slots found in the ids; slots in `order`; rows that already lie expert by expert."""
+
+FIELDS = tl.constexpr(5)
+"""Rows of the table of tiles; the number of tiles lies behind them."""
 
 WHOLE, INT4, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Weights as they are; 4-bit integers with offset 8; e2m1."""
@@ -55,12 +59,22 @@ def direct_tile(t, ej, per, toff, BM: tl.constexpr, SP: tl.constexpr, BINS: tl.c
 
 
 @triton.jit
-def work_item(w, num_tiles, GM, NB: tl.constexpr, SPLIT: tl.constexpr):
-    """Work item -> tile, column block, split. Inside a group of GM tiles the tile runs fastest: weights stay in L2."""
+def work_item(w, tiles, T, num_tiles, GM, NB: tl.constexpr, SPLIT: tl.constexpr, SOURCE: tl.constexpr):
+    """Work item -> tile, column block, split. Inside a group of tiles the tile runs fastest: weights stay in L2.
+
+    GM > 0: groups of GM tiles, whatever their expert. GM < 0: groups of even size, at most -GM, that end with the expert, so
+    that no group reads the weights of two; q // NB is a tile of q's group either way.
+    """
     q = w // SPLIT
-    first = q // (GM * NB) * GM
-    size = tl.minimum(num_tiles - first, GM)
-    rest = q % (GM * NB)
+    low, count, size = 0, num_tiles, GM
+    if SOURCE != DIRECT:  # noqa: SIM102 (a constant: without a table nothing below is compiled)
+        if GM < 0:
+            low, count = tl.load(tiles + 3 * T + q // NB), tl.load(tiles + 4 * T + q // NB)
+            groups = (count - GM - 1) // -GM
+            size = (count + groups - 1) // groups
+    first = low + (q // NB - low) // size * size
+    size = tl.minimum(low + count - first, size)
+    rest = q - first * NB
     return first + rest % size, rest // size, w % SPLIT
 
 

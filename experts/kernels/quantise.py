@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pieces import BLOCK, FLOAT, ROW, TENSOR, pdl_enter, to_e4m3
+from .pieces import BLOCK, FIELDS, FLOAT, ROW, TENSOR, pdl_enter, to_e4m3
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def quantise_rows(x, ids, tiles, xq, xs, a, S, T, BM, K: tl.constexpr, IN_SLOTS:
     KG: tl.constexpr = (K + 127) // 128
     g = tl.arange(0, B)
     column = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    items = S if IN_SLOTS else tl.load(tiles + 3 * T) * BM
+    items = S if IN_SLOTS else tl.load(tiles + FIELDS * T) * BM
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if IN_SLOTS:
             row, real = item, tl.load(ids + item) >= 0

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pieces import pdl_enter
+from .pieces import FIELDS, pdl_enter
 
 
 @triton.jit(do_not_specialize=["S", "T", "BM"], do_not_specialize_on_alignment=["ids"])
@@ -23,13 +23,15 @@ def route_small(ids, order, inv, tiles, S, T, BM, SP: tl.constexpr, BINS: tl.con
     tl.store(inv + i, tl.where(ok, pos, -1), mask=i < S)
     per = tl.histogram(tl.where(ej >= 0, ej, BINS - 1), BINS)
     per = tl.where(bins < BINS - 1, (per + BM - 1) // BM, 0)
-    tile = tl.sum(tl.where(bins[None, :] < ei[:, None], per[None, :], 0), 1) + rank // BM
-    first = ok & (rank % BM == 0)
+    low = tl.sum(tl.where(bins[None, :] < ei[:, None], per[None, :], 0), 1)
+    tile, first = low + rank // BM, ok & (rank % BM == 0)
     tl.store(tiles + tile, ei, mask=first)
     tl.store(tiles + T + tile, pos, mask=first)
     tl.store(tiles + 2 * T + tile, tl.minimum(count - rank, BM), mask=first)
+    tl.store(tiles + 3 * T + tile, low, mask=first)
+    tl.store(tiles + 4 * T + tile, (count + BM - 1) // BM, mask=first)
     if tl.program_id(0) == 0:
-        tl.store(tiles + 3 * T, tl.sum(per, 0))
+        tl.store(tiles + FIELDS * T, tl.sum(per, 0))
 
 
 @triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["ids"])
@@ -53,16 +55,18 @@ def place_slots(ids, counts, cursor, order, inv, tiles, S, T, BM, BINS: tl.const
     n = tl.load(counts + bins, mask=bins < BINS - 1, other=0)
     per = (n + BM - 1) // BM
     at = tl.where(ok, e, 0)
-    start, toff = tl.gather(tl.cumsum(n, 0) - n, at, 0), tl.gather(tl.cumsum(per, 0) - per, at, 0)
+    start, low = tl.gather(tl.cumsum(n, 0) - n, at, 0), tl.gather(tl.cumsum(per, 0) - per, at, 0)
     rank = tl.atomic_add(cursor + at, 1, mask=ok, sem="relaxed")
     tl.store(order + start + rank, i, mask=ok)
     tl.store(inv + i, tl.where(ok, start + rank, -1), mask=i < S)
-    first, tile = ok & (rank % BM == 0), toff + rank // BM
+    first, tile = ok & (rank % BM == 0), low + rank // BM
     tl.store(tiles + tile, e, mask=first)
     tl.store(tiles + T + tile, start + rank, mask=first)
     tl.store(tiles + 2 * T + tile, tl.minimum(tl.gather(n, at, 0) - rank, BM), mask=first)
+    tl.store(tiles + 3 * T + tile, low, mask=first)
+    tl.store(tiles + 4 * T + tile, tl.gather(per, at, 0), mask=first)
     if tl.program_id(0) == 0:
-        tl.store(tiles + 3 * T, tl.sum(per, 0))
+        tl.store(tiles + FIELDS * T, tl.sum(per, 0))
 
 
 @triton.jit
@@ -72,13 +76,16 @@ def _tile_rows(n, active, t, tiles, T, capacity, BM, E: tl.constexpr, BINS: tl.c
     end = tl.cumsum(per, 0)
     e = tl.sum((t[:, None] >= end[None, :]).to(tl.int32), 1)
     at = tl.minimum(e, BINS - 1)
-    first = (t - tl.gather(end - per, at, 0)) * BM
+    low = tl.gather(end - per, at, 0)
+    first = (t - low) * BM
     ok = t < tl.sum(per, 0)
     tl.store(tiles + t, e, mask=ok)
     tl.store(tiles + T + t, e * capacity + first, mask=ok)
     tl.store(tiles + 2 * T + t, tl.minimum(tl.gather(n, at, 0) - first, BM), mask=ok)
+    tl.store(tiles + 3 * T + t, low, mask=ok)
+    tl.store(tiles + 4 * T + t, tl.gather(per, at, 0), mask=ok)
     if tl.program_id(0) == 0:
-        tl.store(tiles + 3 * T, tl.sum(per, 0))
+        tl.store(tiles + FIELDS * T, tl.sum(per, 0))
 
 
 @triton.jit(do_not_specialize=["capacity", "T_thin", "T_thick", "BM_thin", "BM_thick", "limit"])

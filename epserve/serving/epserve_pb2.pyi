@@ -283,7 +283,7 @@ class LayerExperts(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase", "expert_tokens", "late_compiles", "phase_seconds", "layer_experts")
+    __slots__ = ("rank", "node", "pid", "device", "gpu_uuid", "experts", "tokens_done", "weights_bytes", "alive", "phase", "expert_tokens", "late_compiles", "phase_seconds", "layer_experts", "experts_choices")
     class PhaseSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class RankStatus(_message.Message):
     LATE_COMPILES_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAYER_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_CHOICES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -319,7 +320,25 @@ class RankStatus(_message.Message):
     late_compiles: int
     phase_seconds: _containers.ScalarMap[str, float]
     layer_experts: _containers.RepeatedCompositeFieldContainer[LayerExperts]
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., late_compiles: _Optional[int] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., layer_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+    experts_choices: _containers.RepeatedCompositeFieldContainer[ExpertsChoice]
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., gpu_uuid: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., tokens_done: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., late_compiles: _Optional[int] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., layer_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., experts_choices: _Optional[_Iterable[_Union[ExpertsChoice, _Mapping]]] = ...) -> None: ...
+
+class ExpertsChoice(_message.Message):
+    __slots__ = ("rows", "backend", "microseconds")
+    class MicrosecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    backend: str
+    microseconds: _containers.ScalarMap[str, float]
+    def __init__(self, rows: _Optional[int] = ..., backend: _Optional[str] = ..., microseconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("p50_ms", "p90_ms", "p99_ms", "count")

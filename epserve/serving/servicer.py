@@ -9,6 +9,7 @@ from dataclasses import asdict
 import grpc
 
 from epserve import __version__
+from epserve.modular_kernel.selection import Choice
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
@@ -113,6 +114,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 layer_experts=[
                     pb.LayerExperts(layer=layer, experts=experts) for layer, experts in rank.layer_experts.items()
                 ],
+                experts_choices=[_choice(each) for each in rank.experts_choices],
             )
             for rank in engine.ranks
         ]
@@ -136,3 +138,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             rebalances_skipped=engine.rebalances_skipped,
             front_ends=engine.front_ends,
         )
+
+
+def _choice(each: Choice) -> pb.ExpertsChoice:
+    times = {name: seconds * 1e6 for name, seconds in each.seconds.items()}
+    return pb.ExpertsChoice(rows=each.rows, backend=each.backend, microseconds=times)

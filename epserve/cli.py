@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epserve import __version__, admin_cli, cluster_cli, logs
+from epserve import __version__, admin_cli, cluster_cli, logs, profile_cli, tune_cli
 from epserve.admin_cli import Authority
 from epserve.errors import EpserveError
 
@@ -57,15 +57,65 @@ def serve(
         Path | None,
         typer.Option(help="Written once the service answers: host, port, pid.", writable=True, dir_okay=False),
     ] = None,
+    front_ends: Annotated[
+        int | None, typer.Option(help="Processes that serve clients, on ports from server.port on: server.front_ends.")
+    ] = None,
 ) -> None:
     """Start the ranks and the gRPC front end; run until SIGTERM or Ctrl-C."""
+    from epserve.config import load_config
+
+    overrides = _overrides(set_)
+    if front_ends is not None:
+        overrides["server.front_ends"] = front_ends
+    loaded = load_config(config, overrides)
+    logs.configure(loaded.server.log_format)
+    from epserve.service import serve as run
+
+    asyncio.run(run(loaded, ready_file=ready_file))
+
+
+@app.command()
+def front_end(
+    join: Annotated[str, typer.Option(help="HOST:PORT of the service's server.join_port.")],
+    secret_file: Annotated[
+        Path, typer.Option(help="As the service's server.join_secret_file.", exists=True, dir_okay=False, readable=True)
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file, of which the sections server and scheduler count; may be the service's."),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key, e.g. --set server.port=0.")] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="Written once it listens: host, port, pid.", writable=True, dir_okay=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to look for the service at the start.")] = 60.0,
+) -> None:
+    """Serve the clients of a service that has its ranks and its queue elsewhere; run until SIGTERM or Ctrl-C."""
+    from epserve.config import load_front_end, read_secret
+    from epserve.front_end import Joining
+    from epserve.front_end import serve as run
+
+    server, scheduler = load_front_end(config, _overrides(set_))
+    logs.configure(server.log_format)
+    joining = Joining(
+        address=join,
+        secret=read_secret(secret_file),
+        timeout_s=timeout,
+        default_deadline_s=scheduler.default_deadline_s,
+        drain_timeout_s=scheduler.drain_timeout_s,
+    )
+    asyncio.run(run(server, joining, ready_file=ready_file))
+
+
+def _overrides(items: list[str] | None) -> dict[str, Any]:
+    """KEY=VALUE, the value in YAML. Raises ConfigError."""
     import yaml
 
-    from epserve.config import load_config
     from epserve.errors import ConfigError
 
     overrides = {}
-    for item in set_ or ():
+    for item in items or ():
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {item!r} is not KEY=VALUE")
@@ -73,11 +123,7 @@ def serve(
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {item!r}: {value!r} is not YAML") from None
-    loaded = load_config(config, overrides)
-    logs.configure(loaded.server.log_format)
-    from epserve.service import serve as run
-
-    asyncio.run(run(loaded, ready_file=ready_file))
+    return overrides
 
 
 @app.command()
@@ -185,8 +231,11 @@ def demo(
 
 
 app.command()(cluster_cli.plan)
+app.command()(tune_cli.tune)
 app.command()(admin_cli.rebalance)
 app.command()(admin_cli.scale)
+app.command()(profile_cli.profile)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(profile_cli.bench)
 
 
 def main() -> None:

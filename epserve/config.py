@@ -149,6 +149,14 @@ class ServerConfig(_Section):
     """Address to listen on; loopback unless told otherwise."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """0: the system picks one; it is printed and in the ready file."""
+    front_ends: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes on this host that serve clients, this one included, which orders the steps of all. Each further one listens
+    on the next port (and the next metrics_port); port 0: the system picks one for each."""
+    join_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    """Set: front ends on other hosts can join here (`epserve front-end --join HOST:PORT`), on `host`. Not encrypted, as the
+    paths to the ranks: for the cluster's own network. 0: the system picks one; it is in the log and the ready file."""
+    join_secret_file: Path | None = None
+    """File with a secret of at least 16 characters that joining front ends must know; needed with join_port."""
     max_message_bytes: Annotated[int, Field(ge=1024)] = 256 * MIB
     """Largest gRPC message, and largest framed request."""
     max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
@@ -203,7 +211,27 @@ class ServerConfig(_Section):
         loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
         if not loopback and self.tls_cert is None and not self.allow_insecure:
             raise ValueError(f"host {self.host} is reachable from outside: set tls_cert and tls_key, or allow_insecure")
+        if (self.join_port is None) != (self.join_secret_file is None):
+            raise ValueError("join_port and join_secret_file come together")
+        ports, metrics = set(self.ports), set(self.all_metrics_ports)
+        taken = (ports & metrics | (ports | metrics) & {self.join_port}) - {0}
+        if taken or any(port > 65535 for port in ports | metrics):
+            raise ValueError(
+                f"port, metrics_port and join_port: {self.front_ends} front ends would use"
+                f" {sorted(ports | metrics)}, of which {sorted(taken) or 'some'} clash or are above 65535; set them further apart"
+            )
         return self
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Of each front end on this host."""
+        return tuple(self.port and self.port + number for number in range(self.front_ends))
+
+    @property
+    def all_metrics_ports(self) -> tuple[int, ...]:
+        """Of each front end on this host; empty without metrics."""
+        first = self.metrics_port
+        return () if first is None else tuple(first and first + number for number in range(self.front_ends))
 
 
 class Config(_Section):
@@ -216,7 +244,22 @@ class Config(_Section):
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """Read a YAML file; `overrides` maps dotted keys ("server.port") to values. Raises ConfigError, one clear message."""
-    path = Path(path)
+    return parse_config(_overridden(_read_mapping(Path(path)), overrides), str(path))
+
+
+def load_front_end(
+    path: str | Path | None, overrides: dict[str, Any] | None = None
+) -> tuple[ServerConfig, SchedulerConfig]:
+    """Of a front end that joins: what it serves, and its default deadline and drain. As `load_config`; the service's own
+    file will do, whose other sections do not count. What is for the process that it joins is left out."""
+    data = _overridden(_read_mapping(Path(path)) if path is not None else {}, overrides)
+    sections = {name: data[name] for name in data if name not in ("engine", "cluster", "model")}
+    config = parse_config({**sections, "model": {"path": "."}}, str(path or "command line"))
+    own = {"front_ends": 1, "join_port": None, "join_secret_file": None}
+    return config.server.model_copy(update=own), config.scheduler
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -225,13 +268,17 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not {type(data).__name__}")
+    return data
+
+
+def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")
         target = data
         for section in sections:
             target = target.setdefault(section, {})
         target[key] = value
-    return parse_config(data, str(path))
+    return data
 
 
 def read_token(path: Path) -> str:
@@ -242,6 +289,18 @@ def read_token(path: Path) -> str:
         raise ConfigError(f"token file {path} is empty") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"token file {path} cannot be read: {error}") from None
+
+
+def read_secret(path: Path) -> bytes:
+    """What front ends know that may join. Raises ConfigError."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"server.join_secret_file: cannot read {path}: {error.strerror}") from None
+    if len(secret) < 16:
+        text = f"server.join_secret_file: {path} holds {len(secret)} characters, at least 16 are needed"
+        raise ConfigError(f"{text}; openssl rand -hex 32 makes some")
+    return secret
 
 
 def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:

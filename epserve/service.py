@@ -1,39 +1,101 @@
-"""One service process: the engine on its ranks and the gRPC front end, from start to drain."""
+"""The service process: the engine on its ranks, the gRPC front end, and other front ends, from start to drain."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import signal
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from epserve.config import Config
-from epserve.errors import ConfigError
+from epserve.config import Config, read_secret
+from epserve.front_ends import FrontEnds
+from epserve.process import Listen, claim, until_signalled, write_ready
 from epserve.runtime.engine import Engine
+from epserve.runtime.join_port import JoinPort
 from epserve.serving.server import Server
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def running(config: Config):
+async def running(config: Config, others: Others | None = None):
     """Start everything, yield (engine, server), stop everything, after a drain.
 
     The front end listens before the ranks are up, so that the health service answers NOT_SERVING while they load.
+    others: is told which other front ends there are.
     """
+    others = others or Others()
     engine = Engine(config)
     server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s)
     await server.start()
     try:
-        await engine.start()
-        yield engine, server
+        async with _joining(engine, config, others):
+            try:
+                await _all(engine.start(), *(each.start() for each in others.further))
+                yield engine, server
+            finally:
+                # All front ends drain while the ranks still answer.
+                stopping = (each.stop() for each in others.further)
+                await asyncio.gather(server.stop(grace=config.scheduler.drain_timeout_s), *stopping)
+                await engine.close(drain_s=config.scheduler.drain_timeout_s)
     finally:
-        await server.stop(grace=config.scheduler.drain_timeout_s)
-        await engine.close(drain_s=config.scheduler.drain_timeout_s)
+        await server.stop()
+        await engine.close()
+
+
+async def _all(*work: Coroutine) -> None:
+    """The first that fails ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+@dataclass(slots=True)
+class Others:
+    """ports: where front ends join. further: those of this host."""
+
+    ports: list[JoinPort] = field(default_factory=list)
+    further: list[FrontEnds] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """For the ready file."""
+        listed = [facts for each in self.further for facts in each.facts.values()]
+        joining = [each.address for each in self.ports if not each.address.startswith("unix:")]
+        return {**({"front_ends": listed} if listed else {}), **({"join": joining[0]} if joining else {})}
+
+
+@asynccontextmanager
+async def _joining(engine: Engine, config: Config, others: Others) -> AsyncIterator[None]:
+    """Listens for other front ends, of this host and of others, as far as they are configured."""
+    server = config.server
+    limit = server.max_buffered_bytes
+    try:
+        if server.front_ends > 1:
+            secret = secrets.token_bytes(32)
+            others.ports.append(JoinPort(engine, f"unix:@epserve-{secrets.token_hex(8)}", secret, max_bytes=limit))
+            others.further.append(FrontEnds(config, others.ports[-1].address, secret))
+        if server.join_port is not None and server.join_secret_file is not None:
+            secret = read_secret(server.join_secret_file)
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            others.ports.append(JoinPort(engine, f"{host}:{server.join_port}", secret, max_bytes=limit))
+        for port in others.ports:
+            port.start()
+            log.info("front ends can join at %s", port.address)
+        engine.count_front_ends = lambda: sum(port.front_ends for port in others.ports)
+        yield
+    finally:
+        for port in others.ports:
+            await port.close()
 
 
 async def serve(config: Config, *, ready_file: Path | None = None) -> None:
@@ -43,39 +105,17 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
     ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
     """
     if ready_file is not None:
-        _claim(ready_file)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: signal.Signals) -> None:
-        log.info("%s: draining; send it again to stop at once", number.name)
-        stop.set()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(each)
-
-    def listen() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal, number)
-
-    listen()
-    await _until(stop, _serve(config, ready_file, listen))
+        claim(ready_file)
+    await until_signalled(lambda listen: _serve(config, ready_file, listen))
 
 
-def _claim(ready_file: Path) -> None:
-    """Removes what a killed service left; raises ConfigError now rather than when every rank has loaded."""
-    try:
-        ready_file.unlink(missing_ok=True)
-        scratch = ready_file.with_suffix(".tmp")
-        scratch.touch()
-        scratch.unlink()
-    except OSError as error:
-        raise ConfigError(f"ready file {ready_file} cannot be written: {error.strerror}") from None
-
-
-async def _serve(config: Config, ready_file: Path | None, listen: Callable[[], None]) -> None:
+async def _serve(config: Config, ready_file: Path | None, listen: Listen) -> None:
     """Until cancelled."""
-    async with running(config) as (engine, server):
-        listen()  # again: Ray's start puts a handler of its own in between, which prints a stack for each SIGTERM
+    others = Others()
+    async with running(config, others) as (engine, server):
+        listen(
+            server.reload
+        )  # again: Ray's start puts a handler of its own in between, which prints a stack for each SIGTERM
         log.info(
             "ready: %s on %d ranks, grpc on %s:%d",
             engine.info.name,
@@ -83,33 +123,12 @@ async def _serve(config: Config, ready_file: Path | None, listen: Callable[[], N
             config.server.host,
             server.port,
         )
-        metrics = {"metrics_port": server.metrics_port} if server.metrics_port else {}
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-        if ready_file is not None:
-            scratch = ready_file.with_suffix(".tmp")
-            scratch.write_text(
-                json.dumps({"host": config.server.host, "port": server.port, "pid": os.getpid(), **metrics})
-            )
-            scratch.replace(ready_file)
-        try:
-            # NOTE: not on the stop event: it would wake this task first, and the cancel would then hit the drain.
-            await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            log.info("stopping")  # _until cancels at the first signal; leaving this block drains
-        finally:
-            if ready_file is not None:
-                ready_file.unlink(missing_ok=True)
-
-
-async def _until(stop: asyncio.Event, work: Coroutine) -> None:
-    """Run `work`; when `stop` comes first (the ranks may still be loading), cancel it and let it clean up."""
-    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        await task
-    except asyncio.CancelledError:
-        log.info("stopped before every rank was ready")
-    finally:
-        stopping.cancel()
+        facts: dict[str, Any] = {"host": config.server.host, "port": server.port, "pid": os.getpid()}
+        if server.metrics_port:
+            facts["metrics_port"] = server.metrics_port
+        with write_ready(ready_file, facts | others.facts()):
+            try:
+                # NOTE: not on the stop event: it would wake this task first, and the cancel would then hit the drain.
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                log.info("stopping")  # _until cancels at the first signal; leaving this block drains

@@ -23,7 +23,7 @@ class Parts:
         self.history: list[str] = []
 
     @asynccontextmanager
-    async def running(self, config):
+    async def running(self, config, others):
         try:
             await asyncio.sleep(self.loading_s)
             reload = lambda: self.history.append("reload")  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,9 @@ import grpc
 
 from epserve.errors import ConfigError
 from epserve.serving import tracing, wire
+
+
+HEALTH_NAME = "epserve.v1.Experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,10 @@ class ClientOptions:
     priority: Literal["", "low", "normal", "high"] = ""
     """Of all calls. Empty: normal, or the highest that the service allows this client where that is less."""
 
+    balance: Literal["", "round_robin"] = ""
+    """round_robin: calls go in turn to those of the target's addresses whose health is SERVING. The target is then a name
+    with several addresses, or a list: "ipv4:10.0.0.1:50051,10.0.0.2:50051". Empty: gRPC's choice, the first that connects."""
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Of each call: the token, and the present trace where the application has one."""
@@ -65,6 +73,9 @@ class ClientOptions:
             ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted server is found again soon
             ("grpc.max_reconnect_backoff_ms", 2_000),
         ]
+        if self.balance:
+            policy = {"loadBalancingConfig": [{self.balance: {}}], "healthCheckConfig": {"serviceName": HEALTH_NAME}}
+            options.append(("grpc.service_config", json.dumps(policy)))
         if self.tls is not None and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options

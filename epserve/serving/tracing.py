@@ -154,8 +154,8 @@ class Tracing:
             return
         first = None
         for part in record.parts:
-            if part.trace is None:
-                continue
+            if not hasattr(part.trace, "get_span_context"):
+                continue  # not traced, or by the front end that sent it
             self.part(part.trace, "queue", part.queued, record.started)
             span = self.part(
                 part.trace,

@@ -1,0 +1,265 @@
+"""Where other front ends join: their requests go into this process's queue, so that one order of steps remains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from epserve.errors import ConfigError, InvalidRequest, Overloaded
+
+from . import joined
+from .joined import JoinError, Link
+from .planning import Batch, Priority
+from .records import StepRecord
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+STATUS_S = 1.0
+FLUSH_S = 2.0
+
+
+class _Ticket:
+    """Stands for a front end's request in the records of steps."""
+
+    __slots__ = ("call", "guest")
+
+    def __init__(self, guest: _Guest, call: int):
+        self.guest, self.call = guest, call
+
+
+class JoinPort:
+    """`start()` when the loop runs; `close()` after the engine's drain. `front_ends`: how many are there now."""
+
+    def __init__(self, engine: Engine, address: str, secret: bytes, *, max_bytes: int):
+        """address: host:port (0: `start` puts the one in that the system picked) or unix:@NAME.
+        max_bytes: of all requests that are here at once."""
+        self.engine, self.address, self.secret, self._max_bytes = engine, address, secret, max_bytes
+        self._held = 0
+        self._guests: set[_Guest] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        engine.on_step(self._step_done)
+        engine.on_state_change(self._state_changed)
+
+    @property
+    def front_ends(self) -> int:
+        return len(self._guests)
+
+    def start(self) -> None:
+        """Raises ConfigError."""
+        try:
+            if self.address.startswith("unix:@"):
+                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._listener.bind("\0" + self.address.removeprefix("unix:@"))
+                self._listener.listen()
+            else:
+                host, port = joined.parse_address(self.address)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                self._listener = socket.create_server((host, port), family=family)
+                bound = self._listener.getsockname()
+                self.address = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
+        except OSError as error:
+            text = f"server.host, server.join_port: cannot listen on {self.address}: {error.strerror or error}"
+            raise ConfigError(text) from None
+        self._listener.setblocking(False)
+        self._spawn(self._accept(self._listener))
+        self._spawn(self._tell_status())
+
+    async def close(self) -> None:
+        """Answers that are on their way still go out, for a moment."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await asyncio.gather(*(guest.finish() for guest in self._guests))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def take(self, nbytes: int) -> Callable[[], None]:
+        """Room for a request; what gives it back. Raises Overloaded."""
+        if self._held and self._held + nbytes > self._max_bytes:
+            raise Overloaded(
+                f"request of {nbytes} bytes: {self._held} bytes of other front ends' requests are where the steps are"
+                f" ordered, at most {self._max_bytes} are held at once (server.max_buffered_bytes); try again later"
+            )
+        self._held += nbytes
+
+        def give_back() -> None:
+            self._held -= nbytes
+
+        return give_back
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            self._spawn(self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        link = Link(sock)
+        try:
+            await link.greet(self.secret, joining=False)
+        except (JoinError, OSError, TimeoutError, ValueError) as error:
+            log.warning("a front end was turned away: %s", error)
+            link.close()
+            return
+        guest = _Guest(self, link)
+        self._guests.add(guest)
+        log.info("a front end has joined; %d are here", len(self._guests))
+        why: object = "it closed the connection"
+        try:
+            await link.serve(guest.read)
+        except (JoinError, OSError, ValueError, KeyError, TypeError) as error:  # also what makes no sense in a frame
+            why = error
+        finally:
+            self._guests.discard(guest)
+            await guest.cancel_all()
+            log.info("a front end is gone (%s); %d are here", why, len(self._guests))
+
+    async def _tell_status(self) -> None:
+        while True:
+            if self._guests:
+                status = joined.as_json(self.engine.status())
+                for guest in self._guests:
+                    guest.link.send({"kind": "status", "status": status})
+            await asyncio.sleep(STATUS_S)
+
+    def _state_changed(self, state: str) -> None:
+        for guest in self._guests:
+            guest.link.send({"kind": "state", "state": state})
+
+    def _step_done(self, record: StepRecord) -> None:
+        """To each front end the steps that have its requests, with its requests; before their results."""
+        now = time.monotonic()
+        parts: dict[_Guest, list[list[Any]]] = {}
+        for part in record.parts:
+            if isinstance(part.trace, _Ticket):
+                ticket = part.trace
+                parts.setdefault(ticket.guest, []).append([ticket.call, part.tokens, now - part.queued])
+        for guest, own in parts.items():
+            guest.link.send({"kind": "step", "record": joined.record_as_json(record, now), "parts": own})
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Guest:
+    """One front end that has joined. Its end is the end of its requests, and of nobody else's."""
+
+    def __init__(self, port: JoinPort, link: Link):
+        self._port, self.link = port, link
+        self._engine = port.engine
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def read(self) -> None:
+        engine = self._engine
+        model = joined.model_as_json(engine.info, engine.layers)
+        status = joined.as_json(engine.status())
+        self.link.send({"kind": "welcome", "model": model, "state": engine.state(), "status": status})
+        while True:
+            header = await self.link.header()
+            match header.get("kind"):
+                case "forward":
+                    await self._begin(header)
+                case "cancel":
+                    if (task := self._running.get(header["call"])) is not None:
+                        task.cancel()
+                case "change":
+                    self._run(header["call"], self._change(header["call"], header))
+                case "beat":
+                    pass
+                case other:
+                    raise JoinError(f"a frame of kind {other!r}")
+
+    async def finish(self) -> None:
+        """Until every request is answered and the answers are out."""
+        while self._running:
+            await asyncio.wait(list(self._running.values()))
+        await self.link.sent()
+
+    async def cancel_all(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, header: dict[str, Any]) -> None:
+        call = header["call"]
+        try:
+            give_back = self._port.take(sum(nbytes for _, _, nbytes in joined.described(header)))
+        except Overloaded as error:
+            await self.link.skip(header)
+            self._fail(call, error)
+            return
+        try:
+            tensors = await self.link.tensors(header, getattr(self._engine, "buffer", bytearray))
+            batch = self._batch(header, tensors)
+        except InvalidRequest as error:
+            give_back()
+            self._fail(call, error)
+        except BaseException:
+            give_back()
+            raise
+        else:
+            self._run(call, self._forward(call, batch)).add_done_callback(lambda _: give_back())
+
+    def _batch(self, header: dict[str, Any], tensors: list[Any]) -> Batch:
+        if len(tensors) not in (1, 3):
+            raise InvalidRequest(f"tensors: {len(tensors)} came, must be 1 or 3", field="tensors")
+        ids, weights = tensors[1:] if len(tensors) == 3 else (None, None)
+        return Batch(
+            layer=int(header["layer"]),
+            hidden=tensors[0],
+            ids=ids,
+            weights=weights,
+            deadline=time.monotonic() + float(header["timeout_s"]),
+            request_id=str(header["request_id"]),
+            client=str(header["client"]),
+            priority=Priority(header["priority"]),
+            trace=_Ticket(self, header["call"]),
+        )
+
+    def _run(self, call: int, work: Any) -> asyncio.Task[None]:
+        if call in self._running:
+            raise JoinError(f"call {call} is in use")
+        task = self._running[call] = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._running.pop(call, None))
+        return task
+
+    async def _forward(self, call: int, batch: Batch) -> None:
+        try:
+            out_MK = await self._engine.forward(batch)
+        except Exception as error:
+            self._fail(call, error)
+        else:
+            left_out = sorted(getattr(batch, "left_out", ()))
+            self.link.send({"kind": "result", "call": call, "left_out": left_out}, [out_MK])
+
+    async def _change(self, call: int, header: dict[str, Any]) -> None:
+        """What an administrator asked of the front end, which has checked that he is one."""
+        try:
+            what: Any = {"rebalance": self._engine.rebalance, "scale": self._engine.scale}[header["what"]]
+            done = await what(*header["args"])
+        except Exception as error:
+            self._fail(call, error)
+        else:
+            self.link.send({"kind": "changed", "call": call, "value": joined.as_json(done)})
+
+    def _fail(self, call: int, error: BaseException) -> None:
+        described = joined.error_as_json(error)
+        if described["class"] == "InternalError":
+            log.error("call %d of a front end failed", call, exc_info=error)
+        self.link.send({"kind": "failure", "call": call, "error": described})

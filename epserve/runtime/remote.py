@@ -1,0 +1,259 @@
+"""An engine whose ranks and queue are another process's: what a front end talks to that has joined. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, NotReady
+
+from . import joined
+from .joined import JoinError, Link
+from .planning import Batch
+from .records import StepPart, StepRecord
+
+log = logging.getLogger(__name__)
+
+RETRY_S = (0.1, 2.0)
+"""Waits between attempts to join again: they double from the first to the last."""
+LATE_S = 1.0
+"""How long after a deadline the other process's own answer is waited for: it knows where the time went."""
+CHANGE_TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True)
+class _Call:
+    future: asyncio.Future[Any]
+    batch: Batch | None = None
+
+
+class RemoteEngine:
+    """As `runtime.engine.Engine`, for the serving package. Make it with `join`.
+
+    States are the other engine's, and "disconnected" while the process that orders the steps cannot be reached: requests
+    then get NotReady (UNAVAILABLE, to be sent again), and it is looked for until `close`. `ended`: a future that fails
+    when the other side serves something else now, so that this process has to start anew.
+    """
+
+    def __init__(self, address: str, secret: bytes):
+        self._address, self._secret = address, secret
+        self.info: Any = None
+        self._link: Link | None = None
+        self._lost = "it has not been reached yet"
+        self._state = "disconnected"
+        self._status: Any = None
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._callbacks: list[Callable[[str], None]] = []
+        self._step_callbacks: list[Callable[[StepRecord], None]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._joined = asyncio.Event()
+        self._staying: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def join(cls, address: str, secret: bytes, *, timeout_s: float) -> RemoteEngine:
+        """Raises ConfigError that says what was wrong last when there is no joining within `timeout_s`."""
+        engine = cls(address, secret)
+        engine._staying = asyncio.ensure_future(engine._stay())
+        joining = asyncio.ensure_future(engine._joined.wait())
+        await asyncio.wait({joining, engine._staying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+        if not engine._joined.is_set():
+            await engine.close()
+            if engine.ended.done() and not engine.ended.cancelled():
+                engine.ended.result()
+            raise ConfigError(f"join: {address} cannot be joined within {timeout_s:g} s: {engine._lost}")
+        return engine
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.info.layers
+
+    def state(self) -> str:
+        return self._state
+
+    def status(self) -> Any:
+        """At most some seconds old."""
+        return SimpleNamespace(**{**vars(self._status), "state": self._state})
+
+    def on_state_change(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+
+    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
+        """Of steps that have requests of this front end; the record's parts are those."""
+        self._step_callbacks.append(callback)
+
+    async def forward(self, batch: Batch) -> torch.Tensor:
+        """As the engine's. Raises only EpserveErrors."""
+        if self._link is not None and self._state not in ("serving", "recovering"):
+            raise NotReady(f"the service is {self._state}")
+        routed = () if batch.ids is None or batch.weights is None else (batch.ids, batch.weights)
+        header = {
+            "kind": "forward",
+            "layer": batch.layer,
+            "timeout_s": batch.deadline - time.monotonic(),
+            "request_id": batch.request_id,
+            "client": batch.client,
+            "priority": int(batch.priority),
+        }
+        return await self._ask(header, (batch.hidden, *routed), batch, batch.deadline + LATE_S)
+
+    async def rebalance(self) -> Any:
+        return await self._change("rebalance")
+
+    async def scale(self, ranks: int) -> Any:
+        return await self._change("scale", ranks)
+
+    async def close(self) -> None:
+        if self._staying is not None:
+            self._staying.cancel()
+            await asyncio.gather(self._staying, return_exceptions=True)
+        self._fail_all(NotReady("this front end has stopped"))
+        if not self.ended.cancel() and not self.ended.cancelled():
+            self.ended.exception()  # seen
+
+    async def _change(self, what: str, *args: Any) -> Any:
+        header = {"kind": "change", "what": what, "args": args}
+        return SimpleNamespace(**await self._ask(header, (), None, time.monotonic() + CHANGE_TIMEOUT_S))
+
+    async def _ask(self, header: dict[str, Any], tensors: Any, batch: Batch | None, until: float) -> Any:
+        link = self._link
+        if link is None:
+            raise self._unreachable()
+        number, call = next(self._numbers), _Call(asyncio.get_running_loop().create_future(), batch)
+        self._calls[number] = call
+        link.send({**header, "call": number}, tensors)
+        try:
+            async with asyncio.timeout_at(until):  # the loop's clock is time.monotonic
+                return await call.future
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no answer from {self._address}, which orders the steps, before the deadline"
+            ) from None
+        finally:
+            if self._calls.pop(number, None) is not None:  # nobody waits for its answer any more
+                link.send({"kind": "cancel", "call": number})
+
+    def _unreachable(self) -> NotReady:
+        return NotReady(
+            f"{self._address}, which orders the steps, cannot be reached ({self._lost}); send the request again"
+        )
+
+    async def _stay(self) -> None:
+        """Joined, or trying to be."""
+        wait = RETRY_S[0]
+        while True:
+            started = time.monotonic()
+            try:
+                await self._once()
+            except ConfigError as error:
+                if not self.ended.done():
+                    self.ended.set_exception(error)
+                return
+            except (OSError, JoinError, TimeoutError, ValueError, KeyError) as error:
+                why = str(error) or type(error).__name__
+            if self._link is not None or why != self._lost:
+                log.warning("%s, which orders the steps, cannot be reached: %s", self._address, why)
+            self._link, self._lost = None, why
+            self._fail_all(self._unreachable())
+            self._set_state("disconnected")
+            wait = RETRY_S[0] if time.monotonic() - started > RETRY_S[1] else min(2 * wait, RETRY_S[1])
+            await asyncio.sleep(wait)
+
+    async def _once(self) -> None:
+        """Until the connection ends, which raises."""
+        link = Link(await asyncio.to_thread(joined.connect, self._address))
+        try:
+            await link.greet(self._secret, joining=True)
+            await link.serve(lambda: self._read(link))
+        finally:
+            link.close()
+
+    async def _read(self, link: Link) -> None:
+        while True:
+            header = await link.header()
+            tensors = await link.tensors(header)
+            match header.get("kind"):
+                case "welcome":
+                    self._welcome(link, header)
+                case "state":
+                    self._set_state(header["state"])
+                case "status":
+                    self._status = joined.status_from_json(header["status"])
+                case "step":
+                    self._step(header)
+                case "result" | "failure" | "changed":
+                    self._answer(header, tensors)
+
+    def _welcome(self, link: Link, header: dict[str, Any]) -> None:
+        info = joined.model_from_json(header["model"])
+        if self.info is not None and info != self.info:
+            raise ConfigError(f"join: {self._address} serves something else now: {info.name} with layers {info.layers}")
+        self.info, self._status = info, joined.status_from_json(header["status"])
+        self._link = link
+        log.info("joined %s", self._address)
+        self._set_state(header["state"])
+        self._joined.set()
+
+    def _answer(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        call = self._calls.pop(header["call"], None)
+        if call is None or call.future.done():
+            return  # given up meanwhile
+        if header["kind"] == "failure":
+            call.future.set_exception(joined.error_from_json(header["error"]))
+        elif header["kind"] == "changed":
+            call.future.set_result(header["value"])
+        else:
+            if call.batch is not None and header["left_out"]:
+                call.batch.left_out.update(header["left_out"])
+            call.future.set_result(tensors[0])
+
+    def _step(self, header: dict[str, Any]) -> None:
+        now, record = time.monotonic(), header["record"]
+        parts = []
+        for number, tokens, queued in header["parts"]:
+            batch = call.batch if (call := self._calls.get(number)) is not None else None
+            if batch is not None:
+                parts.append(
+                    StepPart(request_id=batch.request_id, tokens=tokens, queued=now - queued, trace=batch.trace)
+                )
+        record = StepRecord(
+            step=record["step"],
+            layer=record["layer"],
+            mode=record["mode"],
+            tokens_per_rank=tuple(record["tokens_per_rank"]),
+            started=now - record["started"],
+            ended=now - record["ended"],
+            parts=tuple(parts),
+            phases=tuple(record["phases"]),
+        )
+        for callback in self._step_callbacks:
+            try:
+                callback(record)
+            except Exception:  # whoever watches must not end the connection
+                log.exception("a step listener failed")
+
+    def _fail_all(self, error: EpserveError) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    def _set_state(self, state: str) -> None:
+        if state == self._state:
+            return
+        log.info("state: %s -> %s", self._state, state)
+        self._state = state
+        for callback in self._callbacks:
+            try:
+                callback(state)
+            except Exception:
+                log.exception("a state listener failed")

@@ -1,0 +1,74 @@
+"""`epserve tune`: time the experts backends for a configuration on this machine and keep the times, so that its start need not.
+
+Nothing is collective: ranks that hold equally many experts have equal times, so one of each kind is measured here, one after
+the other, on its own weights of the first served layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from epserve import rank_plan
+from epserve.config import Config
+from epserve.errors import ConfigError
+from epserve.models import open_checkpoint
+from epserve.modular_kernel import RankContext
+from epserve.modular_kernel.selection import Choice
+from epserve.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What was measured on a rank like this one. `ranks`: those that hold as many experts."""
+
+    ranks: tuple[int, ...]
+    num_experts: int
+    choices: tuple[Choice, ...]
+    lines: tuple[str, ...]
+
+
+def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
+    """Yields one result for each number of experts that ranks hold; the file of times has it then.
+
+    again: measure what the file has already, too. Raises ConfigError where there is nothing to measure, CheckpointError,
+    Incompatible.
+    """
+    device = _device(rank_plan.resolve_device(config.engine.device))
+    info = open_checkpoint(config.model.path, config.model.dtype).info
+    plan = rank_plan.plan_ranks(config, info, device=device.type)
+    if not any(path.chosen.rivals for path in plan.paths):
+        raise ConfigError(_nothing(config, plan))
+    # One layer is enough: the others have the same shape.
+    only = config.model_copy(update={"model": config.model.model_copy(update={"layers": plan.layers[:1]})})
+    counts = plan.spec.layout.counts
+    for num_experts in sorted(set(counts) - {0}):
+        ranks = tuple(rank for rank, count in enumerate(counts) if count == num_experts)
+        worker = Worker(only, RankContext(rank=ranks[0], world_size=len(counts), device=device))
+        worker.load()
+        lines = worker.time_experts(again=again)
+        yield Tuned(ranks=ranks, num_experts=num_experts, choices=worker.experts_choices(), lines=tuple(lines))
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        torch.set_num_threads(1)  # as a rank on CPU has
+        return torch.device(kind)
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def _nothing(config: Config, plan: rank_plan.RankPlan) -> str:
+    engine, chosen = config.engine, plan.chosen
+    if engine.experts != "auto":
+        return f"engine.experts is {engine.experts!r}: a named backend is not measured; set it to auto"
+    if engine.combine_order == "slot":
+        return "engine.combine_order slot promises the same bits everywhere: the first experts backend that fits serves"
+    return (
+        f"only {chosen.experts!r} fits this layer on {plan.spec.device} and can run here: there is nothing to measure"
+    )

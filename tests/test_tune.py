@@ -1,0 +1,92 @@
+"""`epserve tune` fills the file of times that a start then reads, and says why when there is nothing to measure."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from epserve.cli import app
+from epserve.config import parse_config
+from epserve.errors import ConfigError
+from epserve.modular_kernel import RankContext
+from epserve.modular_kernel.selection import MeasuredExperts
+from epserve.tune import tune
+from epserve.worker import StepPlan, Worker
+from tests.checkpoints import LAYER, write
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write("mixtral", tmp_path_factory.mktemp("tune") / "model", dtype=torch.float32, num_experts=5)
+
+
+def config_for(path, times, **engine):
+    options = {"device": "cpu", "max_tokens_per_rank": 32, "experts_times": str(times), **engine}
+    return parse_config({"model": {"path": str(path)}, "engine": options})
+
+
+def test_each_kind_of_rank_once_and_the_start_measures_nothing(checkpoint, tmp_path, monkeypatch):
+    config = config_for(checkpoint, tmp_path / "times.json", ranks=2)
+    tuned = list(tune(config))
+    assert [(each.ranks, each.num_experts) for each in tuned] == [((1,), 2), ((0,), 3)]
+    stored = json.loads((tmp_path / "times.json").read_text())
+    assert len(stored) == 2 and all("local rows" in key for key in stored), "all_to_all sends needed rows only"
+    for each in tuned:
+        assert [choice.rows for choice in each.choices] == [1, 4, 16, 64]
+        assert all(set(choice.seconds) == {"grouped_mm", "loop"} for choice in each.choices)
+        assert all(choice.backend in choice.seconds for choice in each.choices)
+    monkeypatch.setattr(MeasuredExperts, "_measure", lambda *_: pytest.fail("measured again"))
+    assert [each.choices for each in tune(config)] == [each.choices for each in tuned]
+    monkeypatch.undo()
+    assert len(list(tune(config, again=True))) == 2
+
+
+def test_a_start_reads_what_tune_wrote(checkpoint, tmp_path, monkeypatch):
+    config = config_for(checkpoint, tmp_path / "times.json")
+    (tuned,) = tune(config)
+    monkeypatch.setattr(MeasuredExperts, "_measure", lambda *_: pytest.fail("measured again"))
+    worker = Worker(config, RankContext())
+    worker.load()
+    worker.warm_up()
+    assert worker.experts_choices() == tuned.choices
+    assert worker.explain()[0].startswith("experts for about 1 rows (0.4 an expert): ")
+    x = torch.randn((7, 64), generator=torch.Generator().manual_seed(1))
+    plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(7,))
+    measured = worker.step(plan, x, None, None)
+    named = Worker(config_for(checkpoint, tmp_path / "none.json", experts="loop"), RankContext())
+    named.load()
+    named.warm_up()
+    assert named.experts_choices() == () and not (tmp_path / "none.json").exists(), "a name is not measured"
+    torch.testing.assert_close(measured, named.step(plan, x, None, None), rtol=1e-4, atol=1e-5)
+
+
+def test_no_budget_and_no_file(checkpoint, tmp_path):
+    worker = Worker(config_for(checkpoint, tmp_path / "times.json", experts_timing_s=0), RankContext())
+    worker.load()
+    worker.warm_up()
+    assert worker.experts_choices() == () and not (tmp_path / "times.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"experts": "loop"}, "'loop': a named backend is not measured"),
+        ({"combine_order": "slot", "ranks": 2}, "slot promises the same bits"),
+        ({"all2all": "all_to_all_batched", "ranks": 2}, "there is nothing to measure"),
+    ],
+)
+def test_nothing_to_measure(checkpoint, tmp_path, engine, message):
+    with pytest.raises(ConfigError, match=message):
+        list(tune(config_for(checkpoint, tmp_path / "times.json", **engine)))
+
+
+def test_the_command(checkpoint, tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text(f"model: {{path: {checkpoint}}}\nengine: {{ranks: 1, device: cpu, max_tokens_per_rank: 4}}\n")
+    times = tmp_path / "times.json"
+    done = CliRunner().invoke(app, ["tune", str(file), "--times", str(times), "--budget", "5"], env={"COLUMNS": "150"})
+    assert done.exit_code == 0, done.output
+    assert "grouped_mm" in done.output and "loop" in done.output and str(times) in done.output.replace("\n", "")
+    assert len(json.loads(times.read_text())) == 1

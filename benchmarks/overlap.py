@@ -1,31 +1,33 @@
 """A shared expert beside the all-to-all: one after the other, or inside the receiver windows. On all GPUs of one host.
 
-    python benchmarks/overlap.py --backend nvlink --tokens 4096 --json overlap.json --trace overlap_trace.json
+    python -m benchmarks.overlap --json overlap.json --traces folder       # the cases below, a Chrome trace of each
+    python -m benchmarks.overlap --cases nvlink:4096 deepep_ll:128:fp8      # backend, tokens a rank, fp8 rows
+    python -m benchmarks.overlap --cpu                                       # gloo ranks, small sizes: the plumbing alone
 
 Sequential: prepare, shared expert, finalize. Overlapped: prepare_no_receive, first half of the shared expert, receive;
 finalize_no_wait, second half, receive. Routed experts are left out: both orders have the same. The shared expert has
 DeepSeek-V3's size (hidden 7,168, intermediate 2,048, bf16). Times are the slowest rank's median; the outputs of both orders
-must be equal bit for bit. A backend that can be captured is replayed from a CUDA graph.
+must be equal bit for bit. A backend that can be captured is replayed from a CUDA graph, the others run eagerly. In a trace the
+two orders are the ranges "sequential" and "overlapped", each after a synchronisation.
+ratio = overlapped / sequential. bound = what no overlap can beat: the longer of communication and computation alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import all2all
+from benchmarks.all2all import UNAVAILABLE, Ranks, Unavailable, supervise
+from benchmarks.ep_layer import time_call
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -40,18 +42,41 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
 
-HIDDEN, INTERMEDIATE, TOP_K = 7168, 2048, 8
-CALLS, REPEATS = 4, 20
+GPU = {"hidden": 7168, "intermediate": 2048, "top_k": 8, "experts": 64}
+CPU = {"hidden": 256, "intermediate": 128, "top_k": 3, "experts": 8}
+GPU_CASES = ("nvlink:4096", "nvlink:128", "nvlink:4096:fp8", "deepep_ht:4096", "deepep_ht:4096:fp8", "deepep_ll:128",
+             "deepep_ll:128:fp8", "all_to_all:4096")  # fmt: skip
+CPU_CASES = ("all_to_all:16", "all_to_all_batched:8:fp8", "allgather_reducescatter:16")
+GOALS = {("deepep_ht", 4096): 0.75, ("deepep_ll", 128): 0.85}
+ORDERS = ("communicate", "compute", "sequential", "overlapped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    backend: str
+    tokens: int
+    """Of each rank."""
+    fp8: bool
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """ValueError that says what is wrong with `text`."""
+        backend, *rest = text.split(":")
+        if backend not in all2all.REGISTRY.names():
+            raise ValueError(f"{text}: {backend!r} is not one of {', '.join(all2all.REGISTRY.names())}")
+        if not rest or not rest[0].isdigit() or rest[1:] not in ([], ["fp8"]):
+            raise ValueError(f"{text!r} is not backend:tokens or backend:tokens:fp8")
+        return cls(backend=backend, tokens=int(rest[0]), fp8=len(rest) == 2)
 
 
 class Shared:
     """SwiGLU; `start` is its first projection, `finish` the rest."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, hidden: int, intermediate: int, device: torch.device):
         generator = torch.Generator(device).manual_seed(5)
         on = {"device": device, "generator": generator}
-        self.w13 = torch.randn((2 * INTERMEDIATE, HIDDEN), **on).mul_(HIDDEN**-0.5).bfloat16()
-        self.w2 = torch.randn((HIDDEN, INTERMEDIATE), **on).mul_(INTERMEDIATE**-0.5).bfloat16()
+        self.w13 = torch.randn((2 * intermediate, hidden), **on).mul_(hidden**-0.5).bfloat16()
+        self.w2 = torch.randn((hidden, intermediate), **on).mul_(intermediate**-0.5).bfloat16()
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.w13)
@@ -70,20 +95,23 @@ class Step:
     timed = False
     """False: rows are copied and widened on their way, so that results can be compared."""
 
-    def __init__(self, ranks: RankContext, args):
-        shape = ExpertShape(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=args.experts, top_k=TOP_K)
-        quant = QuantConfig(scheme="fp8_block") if args.fp8 else QuantConfig()
-        layout = ExpertLayout.even(args.experts, ranks.world_size)
-        self.spec = LayerSpec(shape=shape, layout=layout, device="cuda", quant=quant)
-        self.manager = all2all.REGISTRY.get(args.backend)(ranks)
-        self.pf = self.manager.get_handle(self.spec, PrepareFinalizeOptions(max_tokens_per_rank=args.tokens))
+    def __init__(self, ranks: RankContext, case: Case, options):
+        hidden, top_k, tokens = options.hidden, options.top_k, case.tokens
+        shape = ExpertShape(
+            hidden=hidden, intermediate=options.intermediate, num_experts=options.experts, top_k=top_k
+        )  # fmt: skip
+        quant = QuantConfig(scheme="fp8_block") if case.fp8 else QuantConfig()
+        layout = ExpertLayout.even(options.experts, ranks.world_size)
+        self.spec = LayerSpec(shape=shape, layout=layout, device=ranks.device.type, quant=quant)
+        self.manager = all2all.REGISTRY.get(case.backend)(ranks)
+        self.pf = self.manager.get_handle(self.spec, PrepareFinalizeOptions(max_tokens_per_rank=tokens))
         generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
         on = {"device": ranks.device, "generator": generator}
-        self.x = torch.randn((args.tokens, HIDDEN), **on).bfloat16()
-        ids = torch.rand((args.tokens, args.experts), **on).topk(TOP_K).indices.int()
-        self.routing = Routing(ids_Mt=ids, weights_Mt=torch.rand((args.tokens, TOP_K), **on))
-        self.counts = (args.tokens,) * ranks.world_size
-        self.shared = Shared(ranks.device)
+        self.x = torch.randn((tokens, hidden), **on).bfloat16()
+        ids = torch.rand((tokens, options.experts), **on).topk(top_k).indices.int()
+        self.routing = Routing(ids_Mt=ids, weights_Mt=torch.rand((tokens, top_k), **on))
+        self.counts = (tokens,) * ranks.world_size
+        self.shared = Shared(hidden, options.intermediate, ranks.device)
         batched = self.pf.activation_format() is FusedMoEActivationFormat.BatchedExperts
         self.reduce = TopKWeightAndReduceDelegate() if batched else TopKWeightAndReduceNoOP()
         self.wide: torch.Tensor | None = None
@@ -126,72 +154,110 @@ class Step:
         return receive_out() + shared
 
 
-def median_us(call, graphed: bool, device: torch.device) -> float:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    run, calls = call, 1
-    if graphed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(CALLS):
-                call()
-        run, calls = graph.replay, CALLS
-    dist.barrier()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    for mark in marks:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) * 1e3 / calls for start, end in itertools.pairwise(marks)]
-    slowest = torch.tensor([statistics.median(times)], device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def worker(rank: int, world: int, meet: str, args) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{meet}", rank=rank, world_size=world, device_id=device)
-    step = Step(RankContext(rank=rank, world_size=world, device=device, group=dist.group.WORLD), args)
-    assert torch.equal(step.sequential(), step.overlapped()), "the order of the work changed the result"
+def run(name: str, ranks: Ranks, options):
+    """One case: a cell, and on rank 0 a trace."""
+    case = Case.of(name)
+    manager = all2all.REGISTRY.get(case.backend)
+    devices = manager.prepare_finalize.capability.devices
+    if ranks.device.type not in devices:
+        raise Unavailable(f"{case.backend} needs {' or '.join(sorted(devices))}")
+    if missing := manager.unavailable():
+        raise Unavailable(missing)
+    if not manager.prepare_finalize.capability.async_receive:
+        raise Unavailable(f"{case.backend} has no asynchronous dispatch: nothing can run beside it")
+    context = RankContext(rank=ranks.rank, world_size=ranks.world, device=ranks.device, group=dist.group.WORLD)
+    step = Step(context, case, options)
+    if not all(ranks.gather(torch.equal(step.sequential(), step.overlapped()))):
+        raise ValueError("the order of the work changed the result")
     step.timed = True
-    graphed = step.pf.capability.cuda_graph
-    orders = ("communicate", "compute", "sequential", "overlapped")
-    times = {order: median_us(getattr(step, order), graphed, device) for order in orders}
-    if args.trace:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step.sequential()
-            step.overlapped()
-            torch.cuda.synchronize()
-        if rank == 0:
-            profile.export_chrome_trace(str(args.trace))
-    if rank == 0:
-        ratio = times["overlapped"] / times["sequential"]
-        row = {"backend": args.backend, "fp8": args.fp8, "tokens": args.tokens, "experts": args.experts, "ratio": ratio}
-        row |= {"graph": graphed, "us": times, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        print(json.dumps(row), flush=True)
-        if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    graphed = step.pf.capability.cuda_graph and ranks.device.type == "cuda"
+    times = {order: time_call(getattr(step, order), ranks, graphed=graphed)[0] for order in ORDERS}
+    if options.traces:
+        trace(step, ranks, options.traces / f"overlap_{name.replace(':', '_')}.json")
+    cell = {"backend": case.backend, "tokens": case.tokens, "fp8": case.fp8, "graph": graphed, "us": times}
+    cell |= {"ratio": times["overlapped"] / times["sequential"], "goal": GOALS.get((case.backend, case.tokens))}
+    yield cell | {"bound": max(times["communicate"], times["compute"]) / times["sequential"]}
     step.manager.destroy()
-    dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=all2all.REGISTRY.names(), default="nvlink")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--json", type=Path, help="one line is added")
-    parser.add_argument("--trace", type=Path, help="a Chrome trace of both orders on rank 0")
-    args = parser.parse_args()
-    world = torch.cuda.device_count()
-    if world < 2:
-        parser.error(f"{world} GPUs: at least 2 are needed")
-    mp.spawn(worker, (world, f"/tmp/overlap_{time.monotonic_ns()}", args), world)
+def trace(step: Step, ranks: Ranks, path: Path) -> None:
+    """Collective: every rank runs both orders, rank 0 writes what its device did."""
+    cuda = ranks.device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=[*kinds, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    ) as profile:
+        for order in ("sequential", "overlapped", "sequential", "overlapped"):  # the first two set the tracer up
+            if cuda:
+                torch.cuda.synchronize()
+            ranks.gather(None)
+            with torch.profiler.record_function(order):
+                getattr(step, order)()
+        if cuda:
+            torch.cuda.synchronize()
+    if ranks.rank == 0:
+        profile.export_chrome_trace(str(path))
+
+
+def print_cells(cells: list[dict]) -> None:
+    print(
+        "| backend | tokens | rows | communication | shared expert | sequential | overlapped | ratio | bound | goal |"
+    )
+    print("|---" * 10 + "|")
+    for cell in cells:
+        times = " | ".join(f"{cell['us'][order]:.1f}" for order in ORDERS)
+        rows = ("fp8" if cell["fp8"] else "bf16") + (", graph" if cell["graph"] else "")
+        goal = f"{cell['goal']:.2f}" if cell["goal"] else "-"
+        print(
+            f"| {cell['backend']} | {cell['tokens']} | {rows} | {times} | {cell['ratio']:.2f} | {cell['bound']:.2f} | {goal} |"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", help="backend:tokens or backend:tokens:fp8")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--world", type=int, help="ranks; default: every GPU, or 2 with --cpu")
+    parser.add_argument("--cpu", action="store_true", help="gloo ranks, small sizes")
+    parser.add_argument("--limit-s", type=float, default=60, help="the longest that a rank waits for another")
+    parser.add_argument("--budget-s", type=float, default=400, help="what has not ended by then is left out")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--traces", type=Path, help="a folder for a Chrome trace of each case, rank 0's")
+    parser.add_argument("--commit", default="", help="recorded in the result")
+    options = parser.parse_args()
+    for name, value in (CPU if options.cpu else GPU).items():
+        setattr(options, name, getattr(options, name, None) or value)
+    cases = options.cases or (CPU_CASES if options.cpu else GPU_CASES)
+    for case in cases:
+        try:
+            Case.of(case)
+        except ValueError as error:
+            parser.error(str(error))
+    options.world = options.world or (2 if options.cpu else torch.cuda.device_count())
+    if options.world < 2 or (not options.cpu and options.world > torch.cuda.device_count()):
+        parser.error(f"{options.world} ranks on {torch.cuda.device_count()} GPUs: 2 or more are needed, or --cpu")
+    if options.traces:
+        options.traces.mkdir(parents=True, exist_ok=True)
+    out, options.json = options.json, None
+    begin = time.monotonic()
+    cells, failures = supervise(list(cases), options, run, stop=begin + options.budget_s)
+    print_cells(cells)
+    for name, error in failures.items():
+        print(f"{name}: {error}")
+    meta = {
+        "gpu": None if options.cpu else torch.cuda.get_device_name(),
+        "world": options.world,
+        "torch": torch.__version__,
+    }
+    meta |= {name: getattr(options, name) for name in GPU} | {
+        "commit": options.commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if out:
+        out.write_text(json.dumps({"meta": meta, "cells": cells, "failures": failures}, indent=1) + "\n")
+    wrong = [error for error in failures.values() if not error.startswith(UNAVAILABLE)]
+    return 1 if wrong or not cells else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -299,7 +299,7 @@ class TestService:
             pending = asyncio.ensure_future(stub.Forward(request))
             await until(lambda: engine.running == 1)
             (info,) = (await stub.ListRegions(pb.ListRegionsRequest())).regions
-            assert info.users == 2
+            assert info.users == 1
             call.cancel()
             await until(lambda: not len(server._calls.regions))
             assert "no region" in (await status_of(stub.Forward(request))).details()
@@ -407,11 +407,11 @@ class TestClient:
         x = torch.ones(4, 32)
         async with serving(FakeEngine(wait)) as server:
             async with AsyncClient(server.address) as client, client.register_region(4096) as region:
-                for _ in range(7):
+                for _ in range(8):
                     with pytest.raises(DeadlineExceeded):
                         await client.forward(1, x, region=region, timeout=0.05)
                 release.set()
-                with pytest.raises(InvalidRequest, match="region: 512 bytes are wanted"):  # 7 of 8 blocks are set aside
+                with pytest.raises(InvalidRequest, match="region: 512 bytes are wanted"):  # 8 of 8 are set aside
                     await client.forward(1, x, region=region)
             async with AsyncClient(server.address) as client, client.register_region(4096) as region:
                 for _ in range(20):  # a refusal is certain: nothing is written

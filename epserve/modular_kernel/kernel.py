@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from epserve.errors import Incompatible, InvalidRequest
@@ -145,12 +146,13 @@ def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, 
         raise InvalidRequest(text, field="topk_weights")
     if not weights.dtype.is_floating_point:
         raise InvalidRequest(f"topk_weights: dtype {weights.dtype} is not a float type", field="topk_weights")
-    wide = ids.long()
-    if wide.numel() and (int(wide.min()) < -1 or int(wide.max()) >= num_experts):
-        bad = int(wide[(wide < -1) | (wide >= num_experts)][0])
+    weights = weights.float()
+    given, values = ids.cpu().numpy(), weights.cpu().numpy()  # for a few tokens ten times quicker than torch
+    if given.size and (given.min() < -1 or given.max() >= num_experts):
+        bad = int(given[(given < -1) | (given >= num_experts)][0])
         text = f"topk_ids: id {bad} is outside 0..{num_experts - 1} (-1 means no expert)"
         raise InvalidRequest(text, field="topk_ids")
-    weights = weights.float()
-    if not bool(torch.isfinite(weights[wide >= 0]).all()):
+    # The weight of an id of -1 may be anything; looking at all of them first is quicker for the many that have none.
+    if not np.isfinite(values).all() and not np.isfinite(values[given >= 0]).all():
         raise InvalidRequest("topk_weights: holds values that are not finite", field="topk_weights")
-    return Routing(ids_Mt=wide.int().contiguous(), weights_Mt=weights.contiguous())
+    return Routing(ids_Mt=ids.int().contiguous(), weights_Mt=weights.contiguous())

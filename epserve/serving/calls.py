@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -115,7 +115,7 @@ class Calls:
             return self.regions.slice_of(caller.account.name, wanted, nbytes, field)
 
         priority = self._priority(request.priority, caller)
-        return replace(self.door.check(request, request_id, resolve), priority=priority)
+        return self.door.check(request, request_id, resolve, priority=priority)
 
     def _priority(self, wanted: pb.Priority, caller: Caller) -> Priority:
         """Raises InvalidRequest for no priority, PermissionDenied above what the caller may use."""
@@ -144,9 +144,8 @@ class Calls:
             )
         with ExitStack() as held:
             held.enter_context(caller.account.holding(wanted))
-            for each in (*checked.slices.values(), checked.output):
-                if each is not None:
-                    held.enter_context(each.region.used())
+            for region in checked.regions:
+                held.enter_context(region.used())
             caller.account.spend(checked.tokens)
             self.buffered_bytes += wanted
             self.in_flight += 1

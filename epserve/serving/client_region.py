@@ -16,6 +16,8 @@ from epserve.serving import wire
 from epserve.serving.ring import Bell
 
 FOLDER = Path("/dev/shm")
+WORTH_BYTES = 16 << 10
+"""What is smaller and does not lie in the region goes with the message: a block costs more than those bytes."""
 
 
 class ClientRegion:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from epserve.errors import CallerError, InternalError, InvalidRequest, Overloaded
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
-from epserve.serving.client_region import ClientRegion
+from epserve.serving.client_region import WORTH_BYTES, ClientRegion
 from epserve.serving.ring import Bell
 
 log = logging.getLogger("epserve.client")
@@ -86,7 +86,7 @@ class OutgoingRequest:
     def _place(self, region: ClientRegion, reply_bytes: int) -> None:
         for which, tensor in self.tensors.items():
             where = region.slice_of(tensor.data)
-            if where is None and len(tensor.data):
+            if where is None and len(tensor.data) > WORTH_BYTES:
                 block, where = region.copied(tensor.data)
                 self._inputs.append(block)  # kept until the call is over
             if where is not None:

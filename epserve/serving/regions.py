@@ -14,8 +14,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,20 +46,22 @@ class Region:
         self._fd, self._registered = fd, True
         self._lock = threading.Lock()
 
-    @contextmanager
-    def used(self) -> Iterator[int]:
-        """The file descriptor, open until the block ends. Raises InvalidRequest when the region is gone."""
+    def used(self) -> Region:
+        """`with region.used() as fd`: open until the block ends. Raises InvalidRequest when the region is gone."""
+        return self
+
+    def __enter__(self) -> int:
         with self._lock:
             if self._fd < 0:
                 raise InvalidRequest(f"region: {self.name!r} was unregistered meanwhile", field="region")
             self.users += 1
-        try:
-            yield self._fd
-        finally:
-            with self._lock:
-                self.users -= 1
-                self.last_used = time.monotonic()
-                self._close_if_idle()
+            return self._fd
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self.users -= 1
+            self.last_used = time.monotonic()
+            self._close_if_idle()
 
     def unregister(self) -> None:
         with self._lock:

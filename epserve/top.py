@@ -46,6 +46,7 @@ COLUMNS = (
     Column("load", "right"),
     Column("each expert"),
     Column("where the time goes", from_width=110),
+    Column("experts backend", from_width=160),
 )
 
 
@@ -132,6 +133,7 @@ class View:
                 if everything
                 else Text(f"{len(rank.experts)} experts", style="dim"),
                 "where the time goes": phases(rank.phase_seconds),
+                "experts backend": backends(rank.experts_choices),
             }
             table.add_row(*(cells[column.name] for column in shown))
         return table
@@ -171,6 +173,17 @@ def phases(seconds: Any) -> str:
     total = sum(seconds.values())
     top = sorted(seconds.items(), key=lambda each: -each[1])[:3]
     return " ".join(f"{name} {100 * spent / total:.0f}%" for name, spent in top) if total else "–"
+
+
+def backends(choices: Any) -> str:
+    """Which one computes batches from how many rows on; empty: there is one for all."""
+    parts: list[str] = []
+    before = ""
+    for each in choices:
+        if each.backend != before:
+            parts.append(f"{each.backend} from {each.rows}" if parts else each.backend)
+        before = each.backend
+    return ", ".join(parts)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -103,6 +103,7 @@ class FakeEngine:
             phase="idle",
             late_compiles=0,
             layer_experts={},
+            experts_choices=(),
         )
         return SimpleNamespace(
             state=self._state,

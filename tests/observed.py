@@ -38,7 +38,7 @@ def rank_status(rank, experts, **changes) -> SimpleNamespace:
     values = {
         "rank": rank, "node": "10.0.0.1", "pid": 100 + rank, "device": "cpu", "gpu_uuid": "", "experts": tuple(experts),
         "tokens_done": 50, "weights_bytes": 1 << 20, "alive": True, "phase": "idle", "late_compiles": 0,
-        "layer_experts": {},
+        "layer_experts": {}, "experts_choices": (),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

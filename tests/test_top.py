@@ -18,7 +18,7 @@ from rich.console import Console
 from epserve.errors import NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.top import BLOCKS, HEAT_COLUMNS, View, duration, heat, phases, run, short, sized, sparkline
+from epserve.top import BLOCKS, HEAT_COLUMNS, View, backends, duration, heat, phases, run, short, sized, sparkline
 from tests.grpc_calls import connect, message
 from tests.observed import sample, watched
 
@@ -76,6 +76,14 @@ class TestFrame:
         restarted = reply()
         restarted.ranks[0].tokens_done = 3
         assert re.search(r" 3 +0 ", shown(view_of(reply(), restarted)))  # a counter that went back is no rate
+
+    def test_a_wide_terminal_shows_which_experts_backend_each_rank_chose(self):
+        status = reply()
+        for rows, backend in ((1, "triton"), (4, "triton"), (64, "cutlass"), (256, "cutlass"), (1024, "triton")):
+            status.ranks[0].experts_choices.add(rows=rows, backend=backend, microseconds={backend: 5.0})
+        assert backends(status.ranks[0].experts_choices) == "triton, cutlass from 64, triton from 1024"
+        assert "triton, cutlass from 64" in shown(view_of(status), 200)
+        assert backends(status.ranks[1].experts_choices) == ""
 
     @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
     def test_a_narrow_terminal_gets_fewer_columns_and_no_line_too_long(self, width):

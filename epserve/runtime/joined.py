@@ -269,8 +269,12 @@ def as_json(value: Any) -> Any:
 
 def status_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
     """An EngineStatus to read from."""
-    ranks = tuple(SimpleNamespace(**rank) for rank in value["ranks"])
-    return SimpleNamespace(**{**value, "ranks": ranks})
+
+    def rank(each: Mapping[str, Any]) -> SimpleNamespace:
+        choices = tuple(SimpleNamespace(**choice) for choice in each["experts_choices"])
+        return SimpleNamespace(**{**each, "experts_choices": choices})
+
+    return SimpleNamespace(**{**value, "ranks": tuple(rank(each) for each in value["ranks"])})
 
 
 def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:

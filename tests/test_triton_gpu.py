@@ -1,4 +1,4 @@
-"""The Triton experts on a GPU: rows beyond 2^31 elements, CUDA graphs, 4-bit weights.
+"""The experts on a GPU: rows beyond 2^31 elements, CUDA graphs, libraries' products, measured choice, 4-bit weights.
 
 pytest -m gpu tests/test_triton_gpu.py
 """
@@ -22,12 +22,14 @@ def _name(job: tuple[int, bool]) -> str:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here")
 @pytest.mark.parametrize("name", triton_gpu.CHECKS)
 def test_on_a_gpu(name):
-    needed = 60 if name.startswith("large") else 2
+    needed = 60 if name.startswith("large") else 20 if name.startswith("measured") else 2
     if (free := torch.cuda.mem_get_info()[0] / 2**30) < needed:
         pytest.skip(f"needs {needed} GiB of GPU memory, {free:.0f} are free")
     if "specialised" in name and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels are for compute capability 9.0")
-    triton_gpu.CHECKS[name]()
+    seen = triton_gpu.CHECKS[name]()
+    if seen.startswith("not run"):
+        pytest.skip(seen)
     torch.cuda.empty_cache()
 
 

@@ -1,4 +1,5 @@
-"""What only a GPU can show of the Triton experts: rows beyond 2^31 elements, and CUDA graphs that are replayed with other inputs.
+"""What only a GPU can show of the experts: rows beyond 2^31 elements, CUDA graphs that are replayed with other inputs, products
+of libraries, and which backend is measured as the fastest.
 
 python -m tests.triton_gpu [WORD ...]       all of them, or those with a WORD in their name; exit status 1 when one is wrong
 """
@@ -16,7 +17,9 @@ import torch
 from all2all.local import LocalAll2AllManager
 from benchmarks.expert_inputs import MORE_TOLERANCE, TOLERANCE, Inputs, Shape, make_inputs, make_weights, relative_error
 from epserve.modular_kernel import (
+    Activation,
     DispatchHandle,
+    ExpertLayout,
     FusedMoEModularKernel,
     HandleBook,
     Prepared,
@@ -24,12 +27,16 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
     Workspaces,
+    why_not,
 )
+from epserve.modular_kernel.selection import MeasuredExperts, Measuring
+from experts import REGISTRY
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_experts import TritonExperts
 from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles
-from tests.triton_cases import Case, make_routing, special, thick, thin
+from tests.triton_cases import Case, make_routing, run_standard, special, thick, thin, tolerance
 from tests.triton_cases import make_weights as make_case_weights
+from tests.triton_cases import relative_error as case_error
 
 ROWS, WIDTH = 524_289, 4096
 """(rows, columns) of activations, of the intermediate and of the result: 2^31 + 4,096 elements each."""
@@ -119,15 +126,72 @@ GRAPH_CASES = [
 ]
 
 
-def graph_standard(case: Case) -> str:
+BATCHES = (("one token", 1, "uniform"), ("thick", 900, "uniform"), ("hot", 300, "hot"), ("remote", 9, "remote"))
+ROWWISE = (("none", False), ("fp8_tensor", False), ("fp8_tensor", True), ("fp8_channel", False))
+LIBRARY_CASES = {
+    "cutlass": [
+        *(Case(why=f"{scheme}{' dynamic' * dynamic}, {what}", scheme=scheme, dynamic=dynamic, hidden=512, intermediate=384,
+               tokens=tokens, routing=routing)
+          for scheme, dynamic in ROWWISE for what, tokens, routing in BATCHES),
+        Case(why="odd sizes, fp8", tokens=70, hidden=336, intermediate=208, scheme="fp8_channel"),
+        Case(why="odd sizes, bf16", tokens=70, hidden=336, intermediate=208),
+        Case(why="clamped swiglu", tokens=70, hidden=512, activation=Activation(kind="swigluoai", limit=7.0)),
+    ],
+    "deepgemm": [
+        Case(why=f"{what}{', quantised before' * ready}", scheme="fp8_block", hidden=512, intermediate=384,
+             tokens=tokens, routing=routing, quantised_input=ready)
+        for what, tokens, routing in BATCHES for ready in (False, True)
+    ],
+}  # fmt: skip
+
+
+def library(name: str, case: Case) -> str:
+    """Against float64, and the same bits for tokens in another order."""
+    backend = REGISTRY.get(name)
+    if missing := backend.unavailable():
+        return f"not run: {missing}"
+    experts = backend(dataclasses.replace(case.spec, device="cuda"))
+    out, want = run_standard(case, "cuda", experts=experts)
+    error = case_error(out, want)
+    assert error < tolerance(case), f"relative L2 error {error:.1e}"
+    assert torch.equal(out, run_standard(case, "cuda", experts=experts, shift=case.tokens // 2)[0]), (
+        "bits depend on order"
+    )
+    return f"error {error:.1e}"
+
+
+def measured(scheme: str) -> str:
+    """All backends of Standard format that this machine has, timed against each other: one rank of eight, DeepSeek's sizes."""
+    shape = Shape(local_experts=32, global_experts=256, hidden=7168, intermediate=2048, topk=8)
+    spec, weights = shape.spec(scheme, "cuda"), make_weights(shape, scheme, "cuda")
+    record, found = LocalAll2AllManager.prepare_finalize.capability, {}
+    for name in ("triton", "cutlass", "deepgemm"):
+        backend = REGISTRY.get(name)
+        one = dataclasses.replace(spec, layout=ExpertLayout.even(256, 1))
+        if not backend.unavailable() and not why_not(record, backend.capability, one):
+            found[name] = backend(spec)
+    experts = MeasuredExperts(spec, found, measuring=Measuring(budget_s=10))
+    begin = time.monotonic()
+    experts.warm_up(experts.prepare_weights(weights), 16384)
+    for line in experts.explain():
+        print("   ", line)
+    assert not experts.left_out, experts.left_out
+    assert len(found) == 1 or max(experts.times) == 16384
+    return f"{', '.join(found)} in {time.monotonic() - begin:.1f} s"
+
+
+def graph_standard(case: Case, name: str = "triton") -> str:
     """The whole modular kernel on one rank: captured once, replayed with other rows, ids and weights; bit-equal to eager."""
     spec = dataclasses.replace(case.spec, device="cuda", cuda_graph=True)
     one_rank = dataclasses.replace(spec, layout=type(spec.layout)(counts=(case.total,)))
     whole = dataclasses.replace(case, local=case.total)
     manager = LocalAll2AllManager(RankContext(device=torch.device("cuda", 0)))
     options = PrepareFinalizeOptions(max_tokens_per_rank=case.tokens)
-    experts = TritonExperts(one_rank)
-    if case.tiles is not None:
+    backend = REGISTRY.get(name)
+    if missing := backend.unavailable():
+        return f"not run: {missing}"
+    experts = backend(one_rank)
+    if isinstance(experts, TritonExperts) and case.tiles is not None:
         experts.table = {Problem.of(one_rank, case.total).key: dict.fromkeys(BUCKETS, case.tiles)}
     kernel = FusedMoEModularKernel(manager.get_handle(one_rank, options), experts)
     weights, _ = make_case_weights(whole, "cuda")
@@ -209,6 +273,12 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"graph: {case.why}": lambda case=case: graph_standard(case) for case in GRAPH_CASES},
     **{f"graph: batched, {case.why}": lambda case=case: graph_batched(case) for case in GRAPH_CASES
        if case.tiles is None and not case.bias},
+    **{f"{name}: {case.why}": lambda name=name, case=case: library(name, case)
+       for name, cases in LIBRARY_CASES.items() for case in cases},
+    **{f"{name} graph: {case.why}": lambda name=name, case=case: graph_standard(case, name)
+       for name, cases in LIBRARY_CASES.items() for case in cases if case.tokens == 900 and not case.quantised_input},
+    **{f"measured: {scheme}": lambda scheme=scheme: measured(scheme)
+       for scheme in ("bf16", "fp8_tensor", "fp8_channel", "fp8_block")},
 }  # fmt: skip
 
 
@@ -218,7 +288,8 @@ def main() -> int:
     for name in chosen:
         begin = time.monotonic()
         try:
-            text = f"ok  {name}: {CHECKS[name]()}"
+            seen = CHECKS[name]()
+            text = f"{'-- ' if seen.startswith('not run') else 'ok '} {name}: {seen}"
         except Exception as problem:  # every check is to be seen
             bad += 1
             text = f"BAD {name}: {type(problem).__name__}: {problem}".replace("\n", " ")[:300]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from epserve.errors import CheckpointError, InternalError
 from epserve.expert_load import LoadCounter
 from epserve.gate import route
 from epserve.models import LayerWeights, open_checkpoint
+from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
 from epserve.modular_kernel.selection import Choice
 from epserve.phases import IDLE, PhaseClock
@@ -142,7 +144,7 @@ class Worker:
         self.config, self.ranks = config, ranks
         self.checkpoint = open_checkpoint(config.model.path, config.model.dtype)
         self.info = self.checkpoint.info
-        self._source: LayerSource = source or self.checkpoint
+        self._source = self._sliced(source or self.checkpoint)
         self._checkpoint_stamp = _stamp(config.model.path)
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
@@ -153,6 +155,7 @@ class Worker:
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
         self._staged: dict[int, _Staged] = {}
+        self._arranging = threading.Lock()  # `held` is asked by threads of other ranks
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
         self.kernels = RankKernels(self.plan, config, ranks)
 
@@ -182,7 +185,7 @@ class Worker:
         for layer in self.plan.layers:
             self._layers[layer] = self._read(layer, self.placements[layer], self.ranks)
             self._unprepared.add(layer)
-        self._source = self.checkpoint  # copies in host memory have done their duty
+        self._source = self._sliced(self.checkpoint)  # copies in host memory have done their duty
         self.phase = "idle"
         return LoadReport(
             rank=self.ranks.rank,
@@ -277,34 +280,50 @@ class Worker:
         """Not collective; leave() came before, regroup() comes next. What is staged is taken where it fits, else dropped."""
         assert not self.kernels.built, "leave() comes first"
         ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
-        device = ranks.device.type
-        for layer, placement in arrangement.placements.items():
-            present, staged = self.placements[layer], self._staged.pop(layer, None)
-            wanted = placement.experts_of(rank)
-            if staged is not None and staged.experts == wanted:
-                self._layers[layer] = staged.weights
-            elif present.experts_of(self.ranks.rank) != wanted:
-                self._layers.pop(layer, None)  # freed before the new ones are read
-                self._layers[layer] = self._read(layer, placement, ranks)
-                self._unprepared.add(layer)
-        if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
-            self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
-            self.kernels = RankKernels(self.plan, arrangement.config, ranks)  # those were for other numbers of experts
-        self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
+        device, slices = ranks.device.type, self.config.engine.tensor_parallel
+        assert rank % slices == self.ranks.rank % slices, "a rank keeps its slice"
+        with self._arranging:
+            for layer, placement in arrangement.placements.items():
+                present, staged = self.placements[layer], self._staged.pop(layer, None)
+                wanted = placement.experts_of(rank)
+                if staged is not None and staged.experts == wanted:
+                    self._layers[layer] = staged.weights
+                elif present.experts_of(self.ranks.rank) != wanted:
+                    self._layers.pop(layer, None)  # freed before the new ones are read
+                    self._layers[layer] = self._read(layer, placement, ranks)
+                    self._unprepared.add(layer)
+            if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
+                self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
+                self.kernels = RankKernels(
+                    self.plan, arrangement.config, ranks
+                )  # those were for other numbers of experts
+            self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
-    def stage(self, layer: int, placement: Placement) -> bool:
+    def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
+        """The present placement of a layer, the logical experts of this rank's slots, and their weights. From any thread."""
+        with self._arranging:
+            placement = self.placements[layer]
+            return placement, placement.experts_of(self.ranks.rank), self._layers[layer]
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
+        """From the checkpoint. Raises CheckpointError where it is not the one that was loaded any more."""
+        if _stamp(self.config.model.path) != self._checkpoint_stamp:
+            raise CheckpointError(f"{self.config.model.path} has changed since the start: restart the service")
+        return self._source.load_layer(layer, experts, device)
+
+    def stage(self, layer: int, placement: Placement, *, source: LayerSource | None = None) -> bool:
         """Not collective; steps may run meanwhile. False: there is no memory for it, and nothing has changed.
 
-        Raises CheckpointError where the checkpoint is not the one that was loaded any more.
+        source: other than the checkpoint. Raises what it raises, CheckpointError for a checkpoint that was changed.
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
         needed = self.weights_bytes // len(self._layers)
         if _free_bytes(self.ranks.device) < needed * STAGING_MARGIN:
             return False
-        read = self._read(layer, placement, self.ranks)
+        wanted = placement.experts_of(self.ranks.rank)
+        read = (source or self).load_layer(layer, wanted, self.ranks.device)
         ready = self.kernels.prepare_weights(read.experts)
-        experts = placement.experts_of(self.ranks.rank)
-        self._staged[layer] = _Staged(placement=placement, experts=experts, weights=replace(read, experts=ready))
+        self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=replace(read, experts=ready))
         return True
 
     def capture_staged(self, layer: int) -> None:
@@ -318,7 +337,8 @@ class Worker:
     def adopt(self, layer: int, version: int) -> None:
         """No step of the old placement may follow. Without a staged one of this version: nothing happens."""
         if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
-            self.placements[layer], self._layers[layer] = staged.placement, staged.weights
+            with self._arranging:
+                self.placements[layer], self._layers[layer] = staged.placement, staged.weights
             del self._staged[layer]
             self._keep_graphs()
 
@@ -326,10 +346,13 @@ class Worker:
         if self._staged.pop(layer, None) is not None:
             self._keep_graphs()
 
+    def _sliced(self, source: LayerSource) -> LayerSource:
+        """Where ranks share experts: of this rank's slice. Its number does not change with another place."""
+        slices = self.config.engine.tensor_parallel
+        return source if slices == 1 else SlicedLayers(source, self.info.quant, self.ranks.rank % slices, slices)
+
     def _read(self, layer: int, placement: Placement, ranks: RankContext) -> LayerWeights:
-        if _stamp(self.config.model.path) != self._checkpoint_stamp:
-            raise CheckpointError(f"{self.config.model.path} has changed since the start: restart the service")
-        return self._source.load_layer(layer, placement.experts_of(ranks.rank), ranks.device)
+        return self.load_layer(layer, placement.experts_of(ranks.rank), ranks.device)
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""

@@ -242,6 +242,7 @@ async def test_moves_while_serving(engine, paths):
         done = await engine._pool.changes.rebalance(loads=loads)
         assert done.layers == engine.layers and done.moved and not done.skipped
         assert done.after < done.before
+        assert done.came_from["peer"] and "checkpoint" not in done.came_from
         seen.add(tuple(holdings(engine)))
         for rank in engine.status().ranks:  # of every layer, not of the first alone
             for layer, placement in engine._pool.arrangement.placements.items():

@@ -14,8 +14,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from epserve.placement import Placement
 from epserve.worker import Arrangement
 
 from .members import call_all
+from .transport import LinkAddress
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -35,13 +37,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROW_RETRY_S = 5.0
+HAND_OUT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
     """What one rebalance did. `skipped`: layers for which some rank had no memory. Imbalance: busiest rank against the mean.
 
-    `moved`: slots whose expert changed, over all layers.
+    `moved`: slots whose expert changed, over all layers. `came_from`: how many experts ranks had themselves ("here"), took
+    from other ranks ("peer") or read ("checkpoint").
     """
 
     layers: tuple[int, ...]
@@ -50,6 +54,7 @@ class Rebalance:
     before: float
     after: float
     seconds: float
+    came_from: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,7 @@ class Changes:
         self._full: Arrangement | None = None  # what to grow back to
         self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each expert when its placement began
         self._tasks: set[asyncio.Task] = set()
+        self._came_from: Counter[str] = Counter()
         self.rebalances = 0
         self.skipped_layers = 0
 
@@ -111,6 +117,7 @@ class Changes:
         done: list[int] = []
         skipped: list[int] = []
         moved, before, after = 0, [1.0], [1.0]
+        self._came_from.clear()
         for layer, placement in pool.arrangement.placements.items():
             loads = list(given.get(layer) or self.loads(layer))
             if not any(loads):
@@ -133,7 +140,7 @@ class Changes:
         self.skipped_layers += len(skipped)
         result = Rebalance(
             layers=tuple(done), skipped=tuple(skipped), moved=moved, before=max(before), after=max(after),
-            seconds=time.monotonic() - start,
+            seconds=time.monotonic() - start, came_from=dict(self._came_from),
         )  # fmt: skip
         log.info("rebalance: %s", result)
         return result
@@ -145,13 +152,16 @@ class Changes:
         generation, members = pool.generation, list(pool.members)
         limit = pool.config.cluster.start_timeout_s
         try:
-            staged = await call_all(members, "stage", layer, placement, timeout=limit, background=True)
+            holders = await self._holders(layer)
+            staged = await call_all(members, "stage", layer, placement, holders, timeout=limit, background=True)
         except EpserveError:
             await self._unstage(layer)
             raise
-        if not all(staged):
+        if any(each is None for each in staged):
             await self._unstage(layer)
             return False
+        for each in staged:
+            self._came_from.update(each)
         if pool.generation != generation or not pool.serving.is_set():
             await self._unstage(layer)
             raise NotReady("a rank was lost while experts moved; the layer stays as it was")
@@ -163,6 +173,21 @@ class Changes:
         # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
         await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)
         return True
+
+    async def _holders(self, layer: int) -> dict[int, list[LinkAddress]]:
+        """Of each logical expert: where the ranks that hold it now hand it out."""
+        members, placement = list(self._pool.members), self._pool.arrangement.placements[layer]
+        nodes = {member.facts.node_id for member in members if member.facts is not None}
+        new = [member for member in members if member.hands_out is None]
+        addresses = await call_all(new, "hand_out", len(nodes) == 1, timeout=HAND_OUT_TIMEOUT_S, background=True)
+        for member, address in zip(new, addresses, strict=True):
+            member.hands_out = address
+        found: dict[int, list[LinkAddress]] = {}
+        for member in members:
+            assert member.hands_out is not None
+            for expert in placement.experts_of(member.rank):
+                found.setdefault(expert, []).append(member.hands_out)
+        return found
 
     async def _unstage(self, layer: int) -> None:
         members, limit = list(self._pool.members), self._pool.config.cluster.start_timeout_s
@@ -201,7 +226,10 @@ class Changes:
         if not 1 <= ranks <= 1024:
             raise ConfigError(f"{ranks} ranks; at least 1, at most 1024")
         slots = info_experts + pool.config.engine.redundant_experts
-        layout = ExpertLayout.even(slots, ranks)
+        slices = pool.config.engine.tensor_parallel
+        if ranks % slices:
+            raise ConfigError(f"{ranks} ranks do not divide by engine.tensor_parallel {slices}")
+        layout = ExpertLayout.even(slots, ranks // slices, slices=slices)
         config = rank_plan.resized(pool.config, layout.counts, info_experts)
         rank_plan.check_layout(config, pool.plan, layout)  # Incompatible before anything is started
         version = self.next_version()

@@ -11,6 +11,9 @@ import torch
 from epserve.models import LayerWeights
 from epserve.worker import LayerSource
 
+LAYER_WIDE = ("a1", "a2")
+"""Tensors of `ExpertWeights` that all experts of a layer share: scales of activations."""
+
 
 class HostCopies:
     """All experts of the served layers in host memory: a source of any rank's weights that needs no file."""
@@ -23,9 +26,10 @@ class HostCopies:
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         whole = self._layers[layer]
         index = torch.tensor(experts, dtype=torch.int64)
-        # Weights, biases and scales alike have the experts in front.
+        # Weights, biases and scales of weights have the experts in front.
         chosen: dict[str, Any] = {
-            name: _pick(tensor, index).to(device) for name, tensor in whole.experts.tensors().items()
+            name: (tensor if name in LAYER_WIDE else _pick(tensor, index)).to(device)
+            for name, tensor in whole.experts.tensors().items()
         }
         return LayerWeights(
             experts=replace(whole.experts, derived={}, **chosen),

@@ -23,7 +23,7 @@ from .agent import NodeAgent
 from .cluster import Place
 from .failure import Failure, root_cause
 from .rank import Outcome, Pulse, RankActor, RankFacts
-from .transport import SocketLink
+from .transport import LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from epserve.worker import Arrangement, Counters, LoadReport, StepPlan, Worker
 
 from .copies import HostCopies
 from .failure import Failure, from_exception
+from .hand_over import ExpertServer, PeerSource
 from .transport import LinkAddress, StepServer
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class RankActor:
         self._copies: HostCopies | None = None
         self._worker: Worker | None = None
         self._server: StepServer | None = None
+        self._experts: ExpertServer | None = None
         self._generation = -1
         self._step, self._step_start = -1, 0.0
         self._busy = threading.Lock()
@@ -211,17 +213,30 @@ class RankActor:
             self._rank, self._config = rank, arrangement.config
             self._worker.arrange(rank, arrangement)
 
-    def _stage(self, layer: int, placement: Placement) -> bool:
+    def _hand_out(self, local: bool) -> LinkAddress:
+        """Let other ranks take this one's experts: of this machine only, or at the node's address."""
         assert self._worker is not None
-        if not self._worker.stage(layer, placement):
-            return False
+        if self._experts is not None:
+            self._experts.close()
+        self._experts = ExpertServer(self._worker.held, host="" if local else ray.util.get_node_ip_address())
+        return self._experts.address
+
+    def _stage(self, layer: int, placement: Placement, holders: dict[int, list[LinkAddress]]) -> dict[str, int] | None:
+        """How many experts came from where; None: there is no memory for them."""
+        worker = self._worker
+        assert worker is not None
+        if placement.layout.slices > 1:
+            holders = {}  # other ranks may hold other slices of an expert
+        source = PeerSource(worker.held, holders, fallback=worker)
+        if not worker.stage(layer, placement, source=source):
+            return None
         with self._busy:  # between two steps
-            self._worker.capture_staged(layer)
-        return True
+            worker.capture_staged(layer)
+        return dict(source.came_from)
 
     def _explain(self) -> tuple[list[str], tuple[Choice, ...]]:
         assert self._worker is not None
-        return self._worker.explain()
+        return self._worker.explain(), self._worker.experts_choices()
 
     def _adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None
@@ -236,8 +251,9 @@ class RankActor:
     def _close(self) -> None:
         """Collective."""
         with self._busy:
-            if self._server is not None:
-                self._server.close()
+            for server in (self._server, self._experts):
+                if server is not None:
+                    server.close()
             try:
                 if self._worker is not None:
                     self._worker.close()

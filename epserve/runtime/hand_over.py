@@ -1,0 +1,253 @@
+"""Experts from rank to rank, beside the steps: whoever moves an expert takes it from a rank that holds it.
+
+A connection of its own for each pair of ranks, never the steps' process group. An expert is one unit: its rows of every
+tensor, weights, biases and scales alike, in chunks with a checksum each; what an experts class derives from them is made
+anew where they arrive. What no rank hands over in time comes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from epserve.models import LayerWeights
+from epserve.modular_kernel import ExpertWeights
+from epserve.placement import Placement
+from epserve.worker import LayerSource
+
+from . import wire
+from .copies import LAYER_WIDE
+from .transport import LinkAddress
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20  # at a time in host memory, and on the bus between two kernels of a step
+SHARE = 0.5  # of the time that chunks take: the rest is pauses, in which steps have the processor and the bus for themselves
+PEER_TIMEOUT_S = 5.0  # for each chunk; then the peer is not asked again, and the checkpoint is read instead
+
+Held = Callable[[int], tuple[Placement, tuple[int, ...], LayerWeights]]
+"""Layer -> its present placement, the logical experts of this rank's slots, and their weights."""
+
+
+class ExpertServer:
+    """A rank's end: a thread for each peer that asks. `held` must be safe to call from threads."""
+
+    def __init__(self, held: Held, *, host: str = ""):
+        """host: listen on TCP there; empty: on an abstract Unix socket."""
+        token = secrets.token_hex(16)
+        if host:
+            self._listener = socket.create_server((host, 0))
+            self.address = LinkAddress(host=host, port=self._listener.getsockname()[1], token=token)
+        else:
+            self.address = LinkAddress(name=f"epserve-{secrets.token_hex(8)}", token=token)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind("\0" + self.address.name)
+            self._listener.listen()
+        self._held, self._token = held, token
+        self._copier = _Copier()
+        threading.Thread(target=self._accept, name="experts", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # close() was called
+            threading.Thread(target=self._serve, args=(sock,), name="an expert", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                sock.settimeout(PEER_TIMEOUT_S)
+                if not hmac.compare_digest(str(wire.receive_header(sock).get("token", "")), self._token):
+                    raise wire.WireError("wrong token")
+                wire.send(sock, {})
+                sock.settimeout(None)  # a peer asks when it likes, and closes when it is done
+                while True:
+                    self._send(sock, wire.receive_header(sock))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.debug("connection of a peer ended: %s", error)
+
+    def _send(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+        placement, experts, weights = self._held(asked["layer"])
+        if placement.version != asked["version"] or asked["expert"] not in experts:
+            wire.send(sock, {"missing": f"version {placement.version} with experts {experts}"})
+            return
+        parts = expert_tensors(weights.experts, experts.index(asked["expert"]))
+        wire.send(sock, {"tensors_of": {name: [str(each.dtype), list(each.shape)] for name, each in parts.items()}})
+        for name, part in parts.items():
+            for chunk in self._copier.to_host(part):
+                wire.send(sock, {"name": name, "crc": zlib.crc32(wire.as_bytes(chunk))}, [chunk])
+
+
+class PeerSource(LayerSource):
+    """Experts of a layer for a rank that already serves it: its own, then those of peers, then the checkpoint's.
+
+    holders: logical expert -> where ranks hand it out. Gate and shared experts, which all ranks hold, stay as they are.
+    `came_from` counts "here", "peer" and "checkpoint".
+    """
+
+    def __init__(self, held: Held, holders: Mapping[int, Sequence[LinkAddress]], fallback: LayerSource):
+        self._held, self._holders, self._fallback = held, holders, fallback
+        self._peers: dict[LinkAddress, socket.socket | None] = {}
+        self._copier = _Copier()
+        self.came_from: Counter[str] = Counter()
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
+        """Raises whatever the fallback raises, for an expert that neither this rank nor a peer gives."""
+        _, _, weights = self._held(layer)
+        made = _like(weights.experts, len(experts), device)
+        try:
+            lacking = [slot for slot, expert in enumerate(experts) if not self._fill(made, slot, expert, layer)]
+        finally:
+            self.close()
+        if lacking:
+            read = self._fallback.load_layer(layer, [experts[slot] for slot in lacking], device).experts
+            for source, slot in enumerate(lacking):
+                for target, part in _pairs(made, slot, expert_tensors(read, source)):
+                    target.copy_(part)
+            self.came_from["checkpoint"] += len(lacking)
+        return replace(weights, experts=made)
+
+    def close(self) -> None:
+        for sock in self._peers.values():
+            if sock is not None:
+                sock.close()
+        self._peers.clear()
+
+    def _fill(self, made: ExpertWeights, slot: int, expert: int, layer: int) -> bool:
+        placement, present, weights = self._held(layer)
+        if expert in present:
+            for target, part in _pairs(made, slot, expert_tensors(weights.experts, present.index(expert))):
+                self._copier.within(target, part)
+            self.came_from["here"] += 1
+            return True
+        for address in self._holders.get(expert, ()):
+            sock = self._peer(address)
+            if sock is None:
+                continue
+            try:
+                self._receive(sock, made, slot, {"layer": layer, "version": placement.version, "expert": expert})
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("expert %d of layer %d from a peer: %s; trying elsewhere", expert, layer, error)
+                sock.close()
+                self._peers[address] = None
+                continue
+            self.came_from["peer"] += 1
+            return True
+        return False
+
+    def _peer(self, address: LinkAddress) -> socket.socket | None:
+        if address not in self._peers:
+            self._peers[address] = None
+            try:
+                sock = address.connect()
+                sock.settimeout(PEER_TIMEOUT_S)
+                wire.send(sock, {"token": address.token})
+                wire.receive_header(sock)
+                self._peers[address] = sock
+            except (OSError, ValueError) as error:
+                log.warning("a peer that holds experts does not answer: %s", error)
+        return self._peers[address]
+
+    def _receive(self, sock: socket.socket, made: ExpertWeights, slot: int, asked: dict[str, Any]) -> None:
+        wire.send(sock, asked)
+        answer = wire.receive_header(sock)
+        if "missing" in answer:
+            raise KeyError(f"it has {answer['missing']}")
+        wanted = {name: each[slot] for name, each in _by_expert(made).items()}
+        described = {name: [str(each.dtype), list(each.shape)] for name, each in wanted.items()}
+        if answer["tensors_of"] != described:
+            raise ValueError(f"it holds {answer['tensors_of']}, this rank {described}")
+        for name, target in wanted.items():
+            for room in _chunks(target):
+                header, (chunk,) = wire.receive(sock)
+                if header["name"] != name or chunk.numel() != room.numel():
+                    raise ValueError(f"{chunk.numel()} bytes of {header['name']}, expected {room.numel()} of {name}")
+                if zlib.crc32(wire.as_bytes(chunk)) != header["crc"]:
+                    raise ValueError(f"a chunk of {name} is damaged")
+                self._copier.from_host(room, chunk)
+
+
+class _Copier:
+    """Chunks between host and device, on a stream of their own, with pauses."""
+
+    def __init__(self):
+        self._stream: Any = None
+
+    def to_host(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
+        for chunk in _chunks(part):
+            start = time.monotonic()
+            with self._on_stream(chunk.device):
+                yield chunk.cpu()
+            _pause(start)
+
+    def from_host(self, room: torch.Tensor, chunk: torch.Tensor) -> None:
+        with self._on_stream(room.device):
+            room.copy_(chunk)
+
+    def within(self, target: torch.Tensor, part: torch.Tensor) -> None:
+        for room, chunk in zip(_chunks(target), _chunks(part), strict=True):
+            start = time.monotonic()
+            with self._on_stream(room.device):
+                room.copy_(chunk)
+            _pause(start)
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # who had this memory before may still use it
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def _pause(start: float) -> None:
+    time.sleep((time.monotonic() - start) * (1 / SHARE - 1))
+
+
+def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:
+    """All that belongs to one expert, as views."""
+    return {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
+
+
+def _by_expert(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.tensors().items() if name not in LAYER_WIDE}
+
+
+def _like(weights: ExpertWeights, num_experts: int, device: torch.device) -> ExpertWeights:
+    """The same tensors for another number of experts, with undefined contents. What is the layer's stays."""
+    made: dict[str, Any] = {
+        name: torch.empty((num_experts, *each.shape[1:]), dtype=each.dtype, device=device)
+        for name, each in _by_expert(weights).items()
+    }
+    return replace(weights, derived={}, **made)
+
+
+def _pairs(made: ExpertWeights, slot: int, parts: Mapping[str, torch.Tensor]):
+    return [(target[slot], parts[name]) for name, target in _by_expert(made).items()]
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Its bytes, in order, as views of at most CHUNK_BYTES; a scalar is one chunk."""
+    return tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES)

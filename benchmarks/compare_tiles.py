@@ -43,6 +43,7 @@ KINDS = {
     "width": "products of",
     "lag": "second half behind",
     "dynamic": "next item that nobody has",
+    "split": "split sums",
 }
 """Field of a configuration -> what its cases are called."""
 
@@ -89,6 +90,9 @@ def variants(old: GemmTiles, dtype: str, *, gated: bool, without: set[str]) -> l
     for group in (4, 8, 16):
         for width in (128, best):
             add(base, group=group, by_expert=True, width=width, dynamic=True)
+    if not gated:
+        for group in (8, 32):
+            add(base, group=group, by_expert=True, width=best, dynamic=True, split=2)
     for width, lag in ((128, 1), (best, 2), (best, 4)):
         add(base, group=16, by_expert=True, width=width, dynamic=True, lag=lag)
     if not block:
@@ -186,7 +190,12 @@ def short(option) -> str:
     c = option.tiles if isinstance(option, First) else option
     text = f"{'E' if c.by_expert else ''}g{c.group}"
     if c.specialised:
-        return f"ws {text} w{c.width}" + (f" lag{c.lag}" if c.lag else "") + (" dyn" if c.dynamic else "")
+        return (
+            f"ws {text} w{c.width}"
+            + (f" lag{c.lag}" if c.lag else "")
+            + (" dyn" if c.dynamic else "")
+            + (f" k/{c.split}" if c.split > 1 else "")
+        )
     return f"tri {c.bn}x{c.bk} {text} w{c.warps}s{c.stages}" + "".join(
         f" {flag}" for flag in ("wide", "flat", "swap") if getattr(c, flag))  # fmt: skip
 

@@ -234,6 +234,9 @@ class Launcher:
     def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, *, gated: bool) -> None:
         """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
         assert c.width in ((64, 128) if self.numerics.mode == BLOCK else (128, 256)), "columns of one product"
+        assert 0 <= c.lag <= c.stages and (c.split == 1 or not gated), (
+            "one warpgroup would wait for ever; h is not summed"
+        )
         E = weights.num_experts
         name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
             "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
@@ -245,10 +248,11 @@ class Launcher:
             w = getattr(weights, name)
             weights.derived[key] = LaidOutDescriptor(w, [rows, inner], [inner, 1], [128, c.bk], layout)
         xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], [64, c.bk], layout)
-        work = b.max_tiles * width // (128 if gated else 256)
+        work = b.max_tiles * width // (128 if gated else 256) * c.split
         self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles,
-                    self.counter, out, outs, b.max_tiles, c.runs, INNER=inner, OUT=width, MODE=self.numerics.mode, GATED=gated,
-                    STAGES=c.stages, WIDTH=c.width, LAG=c.lag, DYNAMIC=c.dynamic, num_warps=4)  # fmt: skip
+                    self.counter, out, outs, b.num_rows, b.max_tiles, c.runs, INNER=inner, OUT=width,
+                    MODE=self.numerics.mode, GATED=gated, STAGES=c.stages, WIDTH=c.width, LAG=c.lag, DYNAMIC=c.dynamic,
+                    SPLIT=c.split, PDL=self.pdl, num_warps=4)  # fmt: skip
 
     def reduce(self, b: Buffers, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *, split: int,
                in_slots: bool) -> None:  # fmt: skip

@@ -158,8 +158,9 @@ CASES = [
 
 
 def special(**options) -> Tiles:
+    split = options.pop("split", 1)
     part = gemm(bk=options.pop("bk", 64), specialised=True, **options)
-    return Tiles(bm=128, expand=True, gate_up=part, down=part)
+    return Tiles(bm=128, expand=True, gate_up=part, down=dataclasses.replace(part, split=split))
 
 
 SPECIALISED = [
@@ -201,6 +202,11 @@ SPECIALISED = [
          tiles=special(bk=128, group=8, by_expert=True, dynamic=True, lag=2, width=64)),
     Case(why="specialised, next item that nobody has, few items", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
          tiles=special(bk=128, dynamic=True)),
+    Case(why="specialised, split sums", tokens=700, hidden=512, intermediate=384, tiles=special(split=2, width=256)),
+    Case(why="specialised, split sums, blocks, steps behind the last column", tokens=700, hidden=512, intermediate=1280,
+         scheme="fp8_block", tiles=special(bk=128, split=4, dynamic=True, group=4, by_expert=True)),
+    Case(why="specialised, split sums, 64 columns", tokens=900, hidden=512, intermediate=1280, scheme="fp8_block",
+         routing="hot", tiles=special(bk=128, split=3, dynamic=True, width=64)),
     Case(why="specialised, all remote, next item that nobody has", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
          tiles=special(bk=128, dynamic=True)),
     Case(why="specialised, all remote", tokens=200, hidden=512, routing="remote", scheme="fp8_block",

@@ -11,6 +11,7 @@ second. The modes are those of `pieces`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT, TENSOR, BLOCK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 HALF_ROWS = gl.constexpr(64)
@@ -28,17 +29,18 @@ def _here(v):
 
 
 @gluon.jit
-def _item(w, tiles, T, num_tiles, GM, NB: gl.constexpr):
-    """Work item -> tile, column block: see `pieces.work_item`."""
+def _item(w, tiles, T, num_tiles, GM, NB: gl.constexpr, SPLIT: gl.constexpr):
+    """Work item -> tile, column block, split: see `pieces.work_item`."""
+    q = w // SPLIT
     low, count, size = 0, num_tiles, GM
     if GM < 0:
-        low, count = gl.load(tiles + 3 * T + w // NB), gl.load(tiles + 4 * T + w // NB)
+        low, count = gl.load(tiles + 3 * T + q // NB), gl.load(tiles + 4 * T + q // NB)
         groups = (count - GM - 1) // -GM
         size = (count + groups - 1) // groups
-    first = low + (w // NB - low) // size * size
+    first = low + (q // NB - low) // size * size
     size = gl.minimum(low + count - first, size)
-    rest = w - first * NB
-    return first + rest % size, rest // size
+    rest = q - first * NB
+    return first + rest % size, rest // size, w % SPLIT
 
 
 @gluon.jit
@@ -65,20 +67,20 @@ def _take(queue, posted, taken, num):
 @gluon.jit
 def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS: gl.constexpr,
           SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr,
-          STAGES: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
-    """The producer. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further.
+          STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The producer, NK steps an item. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further.
     The second half of the rows is left out where the tile has none there.
 
     DYNAMIC: programs take the next item that nobody has; `counter` (2 numbers) is 0 again when all are done."""
     BYTES: gl.constexpr = wd.block_type.nbytes
-    num_items = gl.load(tiles + FIELDS * T) * NB
+    num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
     step = 0
     num = 0
     item = gl.program_id(0)
     while item < num_items:
         if DYNAMIC:
             _post(queue, posted, taken, num, item)
-        tile, nb = _item(item, tiles, T, num_items // NB, GM, NB)
+        tile, nb, sp = _item(item, tiles, T, num_items // (NB * SPLIT), GM, NB, SPLIT)
         e, row0 = gl.load(tiles + tile), gl.load(tiles + T + tile)
         w_row = e * ROWS + nb * STEP
         both = gl.load(tiles + 2 * T + tile) > HALF_ROWS
@@ -86,15 +88,15 @@ def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM
         for kb in range(NK):
             s = step % STAGES
             mbarrier.wait(empty.index(s), (step // STAGES + 1) & 1)
-            bar, rows, weights = full.index(s), a.index(s), b.index(s)
+            bar, rows, weights, column = full.index(s), a.index(s), b.index(s), (sp * NK + kb) * BK
             mbarrier.expect(bar, 3 * BYTES, pred=both)
             mbarrier.expect(bar, 2 * BYTES + BYTES // 2, pred=both == 0)
-            tma.async_copy_global_to_shared(xd, [row0, kb * BK], bar, rows.slice(0, HALF_ROWS))
+            tma.async_copy_global_to_shared(xd, [row0, column], bar, rows.slice(0, HALF_ROWS))
             tma.async_copy_global_to_shared(
-                xd, [row0 + HALF_ROWS, kb * BK], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both
+                xd, [row0 + HALF_ROWS, column], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both
             )
-            tma.async_copy_global_to_shared(wd, [w_row, kb * BK], bar, weights.slice(0, SIDE))
-            tma.async_copy_global_to_shared(wd, [w_row + SECOND, kb * BK], bar, weights.slice(SIDE, SIDE))
+            tma.async_copy_global_to_shared(wd, [w_row, column], bar, weights.slice(0, SIDE))
+            tma.async_copy_global_to_shared(wd, [w_row + SECOND, column], bar, weights.slice(SIDE, SIDE))
             if DYNAMIC:  # noqa: SIM102 (a constant)
                 if kb == NK // 2:  # early: the answer takes about a microsecond
                     item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
@@ -110,7 +112,7 @@ def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM
 @gluon.jit
 def _store_half(q, out, row0, count, column, OUT: gl.constexpr, HALF: gl.constexpr):
     """64 x 128 results to `out` (rows, OUT), 16 bytes a thread; rows past `count` are another expert's."""
-    PER: gl.constexpr = 16 if q.dtype.primitive_bitwidth == 8 else 8
+    PER: gl.constexpr = 128 // q.dtype.primitive_bitwidth
     stored: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [4, 1], [1, 0])
     q = gl.convert_layout(q, stored)
     m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, stored))
@@ -158,12 +160,14 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
 
 
 @gluon.jit
-def _sum_blocks(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout: gl.constexpr, NEXT: gl.constexpr,
-                NK: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """One work item with block scales: every product of 128 inner columns is scaled, then added in float32."""
+def _sum_blocks(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, k0, layout: gl.constexpr, NEXT: gl.constexpr,
+                NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """One work item with block scales: every product of 128 inner columns is scaled, then added in float32. Steps k0 to
+    k0 + NK of ALL."""
     real = rows < count
-    sa_at, s0_at = xs + (row0 + rows) * NK, ws + block * NK
-    s1_at = s0_at + NEXT * NK
+    sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
+    s1_at = s0_at + NEXT * ALL
     zero = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
     acc0, acc1 = zero, zero
     sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
@@ -173,7 +177,7 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block,
         mbarrier.wait(full.index(s), phase)
         x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS), b.index(s)
         product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
-        nx = gl.minimum(kb + 1, NK - 1)  # the next block's scales, ahead of their use
+        nx = gl.minimum(kb + 1, ALL - 1 - k0)  # the next block's scales, ahead of their use
         sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         p = warpgroup_mma_wait(0, deps=[product])
         if LAG % 2 == 1 and HALF == 0:
@@ -202,16 +206,16 @@ def _quarter(acc, product, sa, sw, bar, phase):
 
 
 @gluon.jit
-def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout: gl.constexpr,
-                  NEXT: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, k0, layout: gl.constexpr,
+                  NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
                   HALF: gl.constexpr):  # fmt: skip
     """`_sum_blocks` in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go through
     registers, since products of 64 columns that read both operands from shared memory would be bound by that."""
     QUARTER: gl.constexpr = SIDE // 2
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     real = rows < count
-    sa_at, s0_at = xs + (row0 + rows) * NK, ws + block * NK
-    s1_at = s0_at + NEXT * NK
+    sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
+    s1_at = s0_at + NEXT * ALL
     zero = gl.zeros((HALF_ROWS, QUARTER), gl.float32, layout)
     acc0, acc1, acc2, acc3 = zero, zero, zero, zero
     sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
@@ -222,7 +226,7 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, bloc
         x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS).load(operand), b.index(s)
         p0 = warpgroup_mma(x, w.slice(0, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
         p1 = warpgroup_mma(x, w.slice(QUARTER, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
-        nx = gl.minimum(kb + 1, NK - 1)
+        nx = gl.minimum(kb + 1, ALL - 1 - k0)
         sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         acc0, free0 = _quarter(acc0, p0, sa, s0, bar, phase)
         p2 = warpgroup_mma(x, w.slice(2 * QUARTER, QUARTER).permute((1, 0)), free0, use_acc=False, is_async=True)
@@ -307,21 +311,21 @@ def _beside(left, right):
 
 
 @gluon.jit
-def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT: gl.constexpr,
-              NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr,
-              STAGES: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr,
-              DYNAMIC: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM,
+              OUT: gl.constexpr, NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr,
+              NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
+              GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
     LAG: the second consumer starts when the first one has finished so many products of the item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // a.dtype.primitive_bitwidth])
-    num_items = gl.load(tiles + FIELDS * T) * NB
+    num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
     m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
     step = 0
     num = 0
     scale = 1.0
     item = _take(queue, posted, taken, num) if DYNAMIC else gl.program_id(0)
     while item < num_items:
-        tile, nb = _item(item, tiles, T, num_items // NB, GM, NB)
+        tile, nb, sp = _item(item, tiles, T, num_items // (NB * SPLIT), GM, NB, SPLIT)
         e, row0, count = gl.load(tiles + tile), gl.load(tiles + T + tile), gl.load(tiles + 2 * T + tile)
         if LAG > 0 and HALF == 1:
             mbarrier.wait(turn, num & 1)
@@ -330,40 +334,43 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted
         else:
             block = e * BLOCKS + nb * STEP
             if MODE == BLOCK and WIDTH == SIDE // 2:
-                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout,
-                                                     NEXT, NK, STAGES, LAG, HALF)  # fmt: skip
+                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, turn, step, row0, count, block,
+                                                     sp * NK, layout, NEXT, NK, ALL, STAGES, LAG, HALF)  # fmt: skip
                 acc0, acc1 = _beside(q0, q1), _beside(q2, q3)
             elif MODE == BLOCK:
-                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, layout, NEXT,
-                                               NK, STAGES, LAG, HALF)  # fmt: skip
+                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, sp * NK,
+                                               layout, NEXT, NK, ALL, STAGES, LAG, HALF)  # fmt: skip
             elif WIDTH == 2 * SIDE:
                 acc0, acc1, step = _sum_wide(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
             else:
                 acc0, acc1, step = _sum_plain(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
             if MODE == TENSOR:
                 scale = gl.load(a1) * gl.load(ws + e)
-            _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
+            at = out + sp * S.to(gl.int64) * OUT
+            _finish(acc0, acc1, at, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
         num += 1
         item = _take(queue, posted, taken, num) if DYNAMIC else item + gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=["T", "GM"])
-def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
+@gluon.jit(do_not_specialize=["S", "T", "GM"])
+def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
             MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
-            LAG: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
+            LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
     GATED.
 
     xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert,
     INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
-    scale of x, a2 that of out, ws (E,). WIDTH: columns of one product: 128; with BLOCK also 64, else also 256.
+    scale of x, a2 that of out, ws (E,). WIDTH: columns of one product: 128; with BLOCK also 64, else also 256. SPLIT > 1, not
+    GATED: out (SPLIT, S, OUT), one sum for each part of the inner columns.
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     ROWS: gl.constexpr = 2 * OUT if GATED else OUT
     SECOND: gl.constexpr = OUT if GATED else SIDE
     STEP: gl.constexpr = SIDE if GATED else 2 * SIDE
     NB: gl.constexpr = OUT // STEP
-    NK: gl.constexpr = (INNER + BK - 1) // BK
+    ALL: gl.constexpr = (INNER + BK - 1) // BK
+    NK: gl.constexpr = (ALL + SPLIT - 1) // SPLIT  # steps behind the last column add zero: so TMA fills them
     WAIT: gl.constexpr = LAG if NK >= STAGES else 0  # the first may be a whole item ahead otherwise
     a = gl.allocate_shared_memory(xd.dtype, [STAGES, SIDE, BK], xd.layout)
     b = gl.allocate_shared_memory(wd.dtype, [STAGES, 2 * SIDE, BK], wd.layout)
@@ -380,14 +387,19 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, T, GM, INNER: gl.
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT,
-                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC, 0)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, T, GM, OUT,
-                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC, 1)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC,
+                         SPLIT, 0)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC,
+                         SPLIT, 1)),
             (_load, (xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS, SECOND, STEP, NB, NK, BK,
-                     STAGES, DYNAMIC)),
+                     STAGES, DYNAMIC, SPLIT)),
         ],
         [4, 1],
         [240, 24],

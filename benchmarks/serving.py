@@ -2,10 +2,14 @@
 
 One service on this machine's ranks (CPU processes, or GPUs with --device cuda), one run, medians of many. For each batch size the
 same batch is sent
-  in the ranks     the kernel alone, as the ranks' own clocks saw it (slowest rank of each step), and its copy to the device
-  to the engine    in this process: queueing, joining, splitting, the sockets to Ray's actors, the kernel
-  over gRPC        from a client in another process: all of it, with the tensors in messages and in a shared-memory region
-and the differences are reported, beside the time to copy the request's and the reply's bytes four times over in memory.
+  to the engine    in this process: queueing, joining, splitting, the way to Ray's actors and back, the kernel
+  in messages      from a client in another process: over one stream, with the tensors in it
+  in a region      the same with the tensors in shared memory
+and of each call what the kernel alone took is known from the ranks' own clocks (the slowest rank of that very step). Beside it:
+the time that the same bytes take there and back over a raw TCP socket.
+
+Throughput: N clients with a connection each that keep one request of 16 tokens under way; then 64 clients whose requests
+come at random times (Poisson), at 70 % of the peak that was just seen, where a latency counts from when its request was due.
 """
 
 from __future__ import annotations
@@ -14,15 +18,21 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
 import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.data_paths import echo_ms
 from epserve.config import parse_config
 from epserve.models.demo import write_demo_checkpoint
 from epserve.runtime.engine import Batch
@@ -31,6 +41,8 @@ from epserve.service import running
 TOKENS = (1, 64, 4096)
 CLIENTS = (1, 8, 64)
 CLIENT_TOKENS = 16  # each request of the throughput part
+PACE = 0.7  # of the peak, for the latency under load
+WARM_UP = 2  # calls that are not counted
 SIZES = {"hidden": 2048, "intermediate": 256, "num_experts": 16, "top_k": 2, "num_layers": 2, "seed": 1}
 LARGE = {"hidden": 7168, "intermediate": 2048, "num_experts": 32, "top_k": 8, "num_layers": 1, "seed": 1}
 
@@ -39,79 +51,168 @@ def copy_ms(nbytes: int) -> float:
     """Median time of copying `nbytes` once in memory."""
     source = torch.ones(max(nbytes, 1), dtype=torch.uint8)
     target = torch.empty_like(source)
-    return median_ms(lambda: target.copy_(source), repeats=15)
+    return statistics.median(times_ms(lambda: target.copy_(source), repeats=15))
 
 
-def median_ms(call, repeats: int) -> float:
+def times_ms(call, repeats: int) -> list[float]:
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(repeats + WARM_UP):
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:])
+    return times[WARM_UP:]
 
 
-def ask(
-    address: str, layer: int, num_tokens: int, hidden: int, repeats: int, dtype: torch.dtype
-) -> tuple[float, float]:
-    """In a process of its own: median ms of one call, with tensors in messages and in shared memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What another process sends, and how often."""
+
+    address: str
+    layer: int
+    hidden: int
+    dtype: torch.dtype
+    tokens: int
+    repeats: int
+    way: str = "messages"
+
+
+def ask(question: Question) -> list[float]:
+    """In a process of its own: ms of each call."""
     from epserve.client import Client
 
     torch.set_num_threads(1)
-    x = torch.randn((num_tokens, hidden)).to(dtype)
-    with Client(address) as client:
-        inline = median_ms(lambda: client.forward(layer, x, timeout=120), repeats)
-        with client.register_region(4 * x.nbytes + (1 << 20)) as region:
-            shared = region.empty(tuple(x.shape), dtype)
-            shared.copy_(x)
+    x = torch.randn((question.tokens, question.hidden)).to(question.dtype)
+    with Client(question.address) as client, client.register_region(4 * x.nbytes + (1 << 20)) as region:
+        inside = region.empty(tuple(x.shape), x.dtype)
+        inside.copy_(x)
 
-            def call() -> None:
-                y = client.forward(layer, shared, region=region, timeout=120)
-                del y  # its place in the region is free again
+        def messages() -> None:
+            client.forward(question.layer, x, timeout=120)
 
-            return inline, median_ms(call, repeats)
+        def in_region() -> None:
+            client.forward(question.layer, inside, region=region, timeout=120)
 
-
-def load(address: str, layer: int, clients: int, hidden: int, seconds: float) -> dict:
-    """In a process of its own: `clients` clients that each keep one request under way for `seconds`."""
-    return asyncio.run(_load(address, layer, clients, hidden, seconds))
+        return times_ms(messages if question.way == "messages" else in_region, question.repeats)
 
 
-async def _load(address: str, layer: int, clients: int, hidden: int, seconds: float) -> dict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """requests_per_s: 0 for clients that send the next one when they have the answer."""
+
+    address: str
+    layer: int
+    hidden: int
+    dtype: torch.dtype
+    clients: int
+    seconds: float
+    way: str = "messages"
+    requests_per_s: float = 0.0
+
+
+def load(wanted: Load) -> dict:
+    """In a process of its own."""
+    return asyncio.run(_load(wanted))
+
+
+async def _load(wanted: Load) -> dict:
     from epserve.client import AsyncClient
 
     torch.set_num_threads(1)
-    x, times = torch.randn((CLIENT_TOKENS, hidden)), []
+    x = torch.randn((CLIENT_TOKENS, wanted.hidden)).to(wanted.dtype)
+    times: list[float] = []
+    async with AsyncExitStack() as held:
+        calls = []
+        for _ in range(wanted.clients):
+            client = await held.enter_async_context(AsyncClient(wanted.address))
+            if wanted.way == "messages":
+                calls.append(partial(client.forward, wanted.layer, x, timeout=120))
+                continue
+            region = await held.enter_async_context(client.register_region(64 * x.nbytes))
+            inside = region.empty(tuple(x.shape), x.dtype)
+            inside.copy_(x)
+            calls.append(partial(client.forward, wanted.layer, inside, region=region, timeout=120))
+        await asyncio.gather(*(call() for call in calls))
+        start = time.perf_counter()
+        end = start + wanted.seconds
 
-    async def one() -> None:
-        async with AsyncClient(address) as client:
-            await client.forward(layer, x, timeout=120)
-            end = time.perf_counter() + seconds
-            while (start := time.perf_counter()) < end:
-                await client.forward(layer, x, timeout=120)
-                times.append((time.perf_counter() - start) * 1e3)
+        async def one(call, due: float) -> None:
+            await call()
+            times.append((time.perf_counter() - due) * 1e3)
 
-    await asyncio.gather(*(one() for _ in range(clients)))
+        async def again_and_again(call) -> None:
+            while (now := time.perf_counter()) < end:
+                await one(call, now)
+
+        if wanted.requests_per_s:
+            draw, running, due = random.Random(1), set(), start
+            while (due := due + draw.expovariate(wanted.requests_per_s)) < end:
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+                running.add(asyncio.create_task(one(draw.choice(calls), due)))
+            await asyncio.gather(*running)
+        else:
+            await asyncio.gather(*map(again_and_again, calls))
     times.sort()
-    p99 = times[min(len(times) - 1, int(len(times) * 0.99))]
-    rate = len(times) / seconds
-    return {"clients": clients, "requests_per_s": rate, "tokens_per_s": rate * CLIENT_TOKENS,
-            "p50_ms": statistics.median(times), "p99_ms": p99}  # fmt: skip
+    p50, p99 = statistics.median(times), times[min(len(times) - 1, int(len(times) * 0.99))]
+    rate = len(times) / wanted.seconds
+    return {"clients": wanted.clients, "way": wanted.way, "requests_per_s": rate, "tokens_per_s": rate * CLIENT_TOKENS,
+            "p50_ms": p50, "p99_ms": p99, "p99_over_p50": p99 / p50}  # fmt: skip
 
 
-async def engine_ms(engine, layer: int, num_tokens: int, repeats: int) -> tuple[float, float]:
-    """Median ms of a call to the engine, and of the ranks' own time within it."""
+async def engine_ms(engine, layer: int, num_tokens: int, repeats: int) -> list[float]:
+    """Of each call to the engine in this process."""
     hidden = torch.randn((num_tokens, engine.info.hidden)).to(engine.info.dtype)
     times: list[float] = []
-    inside: list[float] = []
-    engine.on_step(lambda record: inside.append(max(sum(phases.values()) for phases in record.phases) * 1e3))
-    for number in range(repeats + 2):
+    for number in range(repeats + WARM_UP):
         batch = Batch(layer=layer, hidden=hidden, ids=None, weights=None, deadline=time.monotonic() + 120,
                       request_id=f"bench-{number}")  # fmt: skip
         start = time.perf_counter()
         await engine.forward(batch)
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:]), statistics.median(inside[2 : repeats + 2])
+    return times[WARM_UP:]
+
+
+class Measurement:
+    """Of one running service; `pool` has the client's process."""
+
+    def __init__(self, options, engine, server, pool):
+        self._options, self._engine, self._pool = options, engine, pool
+        self._where = {"address": f"127.0.0.1:{server.port}", "layer": engine.info.layers[0]}
+        self._what = {"hidden": engine.info.hidden, "dtype": engine.info.dtype}
+        self._kernel_ms: list[float] = []
+        engine.on_step(lambda record: self._kernel_ms.append(max(sum(each.values()) for each in record.phases) * 1e3))
+
+    async def elsewhere(self, function, question):
+        return await asyncio.to_thread(self._pool.apply, function, (question,))
+
+    async def latency(self, num_tokens: int) -> dict:
+        repeats = self._options.repeats if num_tokens < 1000 else max(5, self._options.repeats // 4)
+        nbytes = num_tokens * self._what["hidden"] * self._what["dtype"].itemsize
+        row = {"tokens": num_tokens, "echo_ms": echo_ms(nbytes, 15), "copy_ms": copy_ms(nbytes)}
+        ways = {"engine": engine_ms(self._engine, self._where["layer"], num_tokens, repeats)}
+        for way in ("messages", "region"):
+            question = Question(**self._where, **self._what, tokens=num_tokens, repeats=repeats, way=way)
+            ways[way] = self.elsewhere(ask, question)
+        for way, asking in ways.items():
+            self._kernel_ms.clear()
+            whole = await asking
+            kernel = self._kernel_ms[-len(whole) :]  # one step each: nobody else is here
+            beyond = [each - inside for each, inside in zip(whole, kernel, strict=True)]
+            row |= {f"{way}_ms": statistics.median(whole), f"{way}_kernel_ms": statistics.median(kernel),
+                    f"{way}_beyond_ms": statistics.median(beyond),
+                    f"{way}_over_kernel": statistics.median(
+                        each / inside for each, inside in zip(whole, kernel, strict=True))}  # fmt: skip
+        row["messages_beyond_over_echo"] = row["messages_beyond_ms"] / row["echo_ms"]
+        return row
+
+    async def throughput(self, way: str) -> list[dict]:
+        common = {**self._where, **self._what, "seconds": self._options.seconds, "way": way}
+        rows = [await self.elsewhere(load, Load(**common, clients=clients)) for clients in self._options.clients]
+        peak = max(row["requests_per_s"] for row in rows)
+        paced = Load(**common, clients=max(self._options.clients), requests_per_s=PACE * peak)
+        rows.append(await self.elsewhere(load, paced) | {"pace": PACE})
+        for row in rows:
+            row["x_one_client"] = row["requests_per_s"] / rows[0]["requests_per_s"]
+        return rows
 
 
 async def measure(options, path: Path) -> dict:
@@ -119,48 +220,23 @@ async def measure(options, path: Path) -> dict:
         {
             "model": {"path": str(path)},
             "engine": {"ranks": options.ranks, "device": options.device, "max_tokens_per_rank": 4096},
+            "cluster": {"data_path": options.data_path},
             "scheduler": {"join_wait_ms": options.join_wait_ms},
             "server": {"port": 0},
         }
     )
-    result: dict = {"latency": [], "throughput": []}
-    pool = multiprocessing.get_context("spawn").Pool(1)
-    loop = asyncio.get_running_loop()
-    async with running(config) as (engine, server):
-        address, layer = f"127.0.0.1:{server.port}", engine.info.layers[0]
-
-        async def elsewhere(function, *arguments):
-            return await loop.run_in_executor(None, lambda: pool.apply(function, (address, layer, *arguments)))
-
-        for num_tokens in options.tokens:
-            repeats = options.repeats if num_tokens < 1000 else max(5, options.repeats // 4)
-            in_engine, in_kernel = await engine_ms(engine, layer, num_tokens, repeats)
-            over_grpc, in_region = await elsewhere(ask, num_tokens, engine.info.hidden, repeats, engine.info.dtype)
-            nbytes = num_tokens * engine.info.hidden * engine.info.dtype.itemsize
-            floor = 4 * 2 * copy_ms(nbytes)
-            result["latency"].append({
-                "tokens": num_tokens, "kernel_ms": in_kernel, "runtime_ms": in_engine - in_kernel,
-                "grpc_ms": over_grpc - in_engine, "total_ms": over_grpc, "region_total_ms": in_region,
-                "four_copies_ms": floor,
-                "overhead_over_copies": (over_grpc - in_kernel) / floor,
-                "region_overhead_over_copies": (in_region - in_kernel) / floor, "total_over_kernel": over_grpc / in_kernel,
-                "region_total_over_kernel": in_region / in_kernel})  # fmt: skip
-        result["backends"] = engine.status().backends
-        for clients in options.clients:
-            result["throughput"].append(await elsewhere(load, clients, engine.info.hidden, options.seconds))
-    pool.close()
-    first = result["throughput"][0]["requests_per_s"]
-    for row in result["throughput"]:
-        row["x_one_client"] = row["requests_per_s"] / first
-    return result
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        async with running(config) as (engine, server):
+            measurement = Measurement(options, engine, server, pool)
+            latency = [await measurement.latency(num_tokens) for num_tokens in options.tokens]
+            throughput = [row for way in options.ways for row in await measurement.throughput(way)]
+            return {"latency": latency, "throughput": throughput, "backends": engine.status().backends}
 
 
 def show(rows: list[dict]) -> None:
-    print("  ".join(key.rjust(20) for key in rows[0]))
     for row in rows:
-        print(
-            "  ".join(f"{value:20.3f}" if isinstance(value, float) else str(value).rjust(20) for value in row.values())
-        )
+        parts = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        print("  ".join(parts))
     print(flush=True)
 
 
@@ -174,6 +250,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each throughput measurement")
     parser.add_argument("--join-wait-ms", type=float, default=1.0)
+    parser.add_argument("--ways", nargs="*", choices=("messages", "region"), default=("messages", "region"),
+                        help="of the throughput part")  # fmt: skip
+    parser.add_argument("--data-path", choices=("auto", "shared_memory", "sockets"), default="auto")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -184,7 +263,8 @@ def main() -> None:
         result = asyncio.run(measure(options, path))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result["host"] = {"machine": platform.platform(), "cpus": multiprocessing.cpu_count(), "ranks": options.ranks,
-                      "torch": torch.__version__, "commit": commit.stdout.strip(), "sizes": sizes, "device": options.device,
+                      "torch": torch.__version__, "load": os.getloadavg(), "data_path": options.data_path,
+                      "commit": commit.stdout.strip(), "sizes": sizes, "device": options.device,
                       "backends": result.pop("backends")}  # fmt: skip
     show(result["latency"])
     show(result["throughput"])

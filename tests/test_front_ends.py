@@ -33,6 +33,7 @@ from epserve.runtime.join_port import JoinPort
 from epserve.runtime.planning import Batch, Priority
 from epserve.runtime.remote import RemoteEngine
 from epserve.runtime.scheduler import Scheduler
+from tests.checkpoints import write
 from tests.fake_engine import FakeEngine, LocalExperts, serving
 from tests.grpc_calls import until
 from tests.observed import WatchedEngine, fetch
@@ -466,6 +467,7 @@ class TestProcesses:
             found += status.latency.count > 0
         return found
 
+    @pytest.mark.slow
     async def test_it_drains_says_why_it_cannot_join_and_ends_when_the_service_is_another_one(self, tmp_path):
         secret = tmp_path / "secret"
         secret.write_bytes(SECRET)
@@ -485,6 +487,7 @@ class TestProcesses:
         assert lonely.returncode == 2
         assert "cannot be joined within 1 s" in said.decode()
 
+    @pytest.mark.slow
     async def test_the_service_starts_watches_and_stops_its_own(self, tmp_path):
         config = parse_config(
             {
@@ -517,6 +520,7 @@ class TestProcesses:
                 await own.stop()
             await until(lambda: port.front_ends == 0)
 
+    @pytest.mark.slow
     async def test_one_whose_parent_is_killed_ends_too(self, tmp_path):
         async with ordering(FakeEngine(), f"unix:@epserve-orphan-{os.getpid()}") as port:
             given = {
@@ -537,6 +541,63 @@ class TestProcesses:
             await parent.wait()
             await until(lambda: port.front_ends == 0, 20)
             await until(lambda: not os.path.exists(f"/proc/{facts['pid']}"), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_whole_service_with_real_ranks(tmp_path):
+    """Two front ends on its host, one that joins from outside: the same bits from each, one order of steps, a clean end."""
+    path, secret, file = (
+        write("mixtral", tmp_path / "model", dtype=torch.float32),
+        tmp_path / "secret",
+        tmp_path / "ready",
+    )
+    secret.write_bytes(SECRET)
+    config = tmp_path / "service.yaml"
+    config.write_text(
+        f"model: {{path: {path}}}\nengine: {{ranks: 2, device: cpu}}\n"
+        f"server: {{port: 0, join_port: 0, join_secret_file: {secret}}}\n"
+    )
+    service = await spawn(
+        "epserve", "serve", str(config), "--front-ends", "2", "--ready-file", str(file),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        facts = await ready(file, service, 300)
+        (further,) = facts["front_ends"]
+        joined_at = SimpleNamespace(address=facts["join"])
+        async with front_end_processes(joined_at, tmp_path, 1, str(config)) as ((outside,), (outer,)):
+            ports = [facts["port"], further["port"], outer["port"]]
+            x, answers = torch.randn(20, 64), []
+            for port in ports:
+                async with AsyncClient(f"127.0.0.1:{port}") as client:
+                    await client.wait_ready(30)
+                    layer = (await client.model()).layers[0]
+                    answers.append(await client.forward(layer, x))
+            assert torch.equal(answers[0], answers[1])
+            assert torch.equal(answers[0], answers[2])
+            target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+            async with AsyncClient(target, ClientOptions(balance="round_robin")) as client:
+                calls = [client.forward(layer, x[: 1 + number % 20]) for number in range(200)]
+                await asyncio.sleep(0)
+                for number, answer in enumerate(await asyncio.gather(*calls)):
+                    torch.testing.assert_close(answer, answers[0][: 1 + number % 20])
+            async with AsyncClient(f"127.0.0.1:{facts['port']}") as client:
+                status = await client.status()
+            assert status.front_ends == 2
+            assert status.steps < 200, "requests of several front ends share steps"
+            service.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(service.wait(), 60) == 0
+            assert not os.path.exists(f"/proc/{further['pid']}")
+            async with AsyncClient(f"127.0.0.1:{outer['port']}", ONCE) as client:
+                with pytest.raises(NotReady, match="which orders the steps, cannot be reached"):
+                    await client.forward(layer, x)
+            outside.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(outside.wait(), 30) == 0
+    finally:
+        if service.returncode is None:
+            service.kill()
+            await service.wait()
 
 
 class TestConfiguration:

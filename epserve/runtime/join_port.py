@@ -130,7 +130,7 @@ class JoinPort:
     async def _tell_status(self) -> None:
         while True:
             if self._guests:
-                status = joined.as_json(self.engine.status())
+                status = self.engine.status()
                 for guest in self._guests:
                     guest.link.send({"kind": "status", "status": status})
             await asyncio.sleep(STATUS_S)
@@ -167,7 +167,7 @@ class _Guest:
     async def read(self) -> None:
         engine = self._engine
         model = joined.model_as_json(engine.info, engine.layers)
-        status = joined.as_json(engine.status())
+        status = engine.status()
         self.link.send({"kind": "welcome", "model": model, "state": engine.state(), "status": status})
         while True:
             header = await self.link.header()
@@ -256,7 +256,7 @@ class _Guest:
         except Exception as error:
             self._fail(call, error)
         else:
-            self.link.send({"kind": "changed", "call": call, "value": joined.as_json(done)})
+            self.link.send({"kind": "changed", "call": call, "value": done})
 
     def _fail(self, call: int, error: BaseException) -> None:
         described = joined.error_as_json(error)

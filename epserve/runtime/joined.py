@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Link:
         if self._closed:
             return
         described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        text = json.dumps({**header, "tensors": described}, separators=(",", ":"), default=as_json).encode()
+        text = json.dumps({**header, "tensors": described}, separators=(",", ":"), default=_plain).encode()
         payloads = [_bytes(tensor.contiguous()) for tensor in tensors if tensor.numel()]
         self._outgoing.put_nowait([PREFIX.pack(MAGIC, len(text)) + text, *payloads])
 
@@ -102,7 +102,7 @@ class Link:
         text = bytearray(size)
         await self.receive(memoryview(text))
         try:
-            header = json.loads(text, object_hook=_integer_keys)
+            header = json.loads(text, object_hook=_made)
         except ValueError as error:
             raise JoinError(f"not a header: {error}") from None
         if not isinstance(header, dict) or not isinstance(header.get("tensors"), list):
@@ -260,23 +260,6 @@ def error_from_json(value: Mapping[str, Any]) -> EpserveError:
     return error
 
 
-def as_json(value: Any) -> Any:
-    """Of a dataclass, a namespace or a mapping."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else vars(value)
-
-
-def status_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
-    """An EngineStatus to read from."""
-
-    def rank(each: Mapping[str, Any]) -> SimpleNamespace:
-        choices = tuple(SimpleNamespace(**choice) for choice in each["experts_choices"])
-        return SimpleNamespace(**{**each, "experts_choices": choices})
-
-    return SimpleNamespace(**{**value, "ranks": tuple(rank(each) for each in value["ranks"])})
-
-
 def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
     """Of a ModelInfo, what a front end shows and checks requests with."""
     names = "family", "name", "hidden", "intermediate", "num_experts", "top_k", "shared_intermediate", "fingerprint"
@@ -318,6 +301,19 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """JSON has no others; layers are numbers."""
+OBJECT = "@"
+
+
+def _plain(value: Any) -> Any:
+    """Of a dataclass, a namespace or a mapping that is no dict, for JSON; `_made` undoes it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = [each.name for each in fields(value)] if is_dataclass(value) else vars(value)
+    return {OBJECT: {name: getattr(value, name) for name in names}}
+
+
+def _made(value: dict[str, Any]) -> Any:
+    """Objects to read from, and dicts whose keys are numbers where they were: JSON has no others than strings."""
+    if OBJECT in value:
+        return SimpleNamespace(**value[OBJECT])
     return {int(key): each for key, each in value.items()} if value and all(map(str.isdigit, value)) else value

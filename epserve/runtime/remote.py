@@ -122,7 +122,7 @@ class RemoteEngine:
 
     async def _change(self, what: str, *args: Any) -> Any:
         header = {"kind": "change", "what": what, "args": args}
-        return SimpleNamespace(**await self._ask(header, (), None, time.monotonic() + CHANGE_TIMEOUT_S))
+        return await self._ask(header, (), None, time.monotonic() + CHANGE_TIMEOUT_S)
 
     async def _ask(self, header: dict[str, Any], tensors: Any, batch: Batch | None, until: float) -> Any:
         link = self._link
@@ -187,7 +187,7 @@ class RemoteEngine:
                 case "state":
                     self._set_state(header["state"])
                 case "status":
-                    self._status = joined.status_from_json(header["status"])
+                    self._status = header["status"]
                 case "step":
                     self._step(header)
                 case "result" | "failure" | "changed":
@@ -197,7 +197,7 @@ class RemoteEngine:
         info = joined.model_from_json(header["model"])
         if self.info is not None and info != self.info:
             raise ConfigError(f"join: {self._address} serves something else now: {info.name} with layers {info.layers}")
-        self.info, self._status = info, joined.status_from_json(header["status"])
+        self.info, self._status = info, header["status"]
         self._link = link
         log.info("joined %s", self._address)
         self._set_state(header["state"])

@@ -68,8 +68,8 @@ def _take(queue, posted, taken, num):
 def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS: gl.constexpr,
           SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr,
           STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """The producer, NK steps an item. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows further.
-    The second half of the rows is left out where the tile has none there.
+    """The producer, NK steps an item. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows
+    further. The second half of the rows is left out where the tile has none there.
 
     DYNAMIC: programs take the next item that nobody has; `counter` (2 numbers) is 0 again when all are done."""
     BYTES: gl.constexpr = wd.block_type.nbytes
@@ -314,7 +314,8 @@ def _beside(left, right):
 def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM,
               OUT: gl.constexpr, NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr,
               NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-              GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+              GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+              HALF: gl.constexpr):  # fmt: skip
     """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
     LAG: the second consumer starts when the first one has finished so many products of the item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // a.dtype.primitive_bitwidth])

@@ -36,12 +36,12 @@ class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinaliz
         rows, quantised = self.rows_for_wire(x_MK, quant), self.sends_quantised(quant)
         counts = self._counts(x_MK, tokens_per_rank)
         parts = [rows.x, pack_beside(routing.ids_Mt, routing.weights_Mt, rows.scales)]
-        transfer = self.wire.gather([_pad(part, max(counts)) for part in parts], phase="dispatch")
+        transfer = self.wire.gather([pad(part, max(counts)) for part in parts], phase="dispatch")
         offsets, top_k = self.spec.layout.offsets, routing.ids_Mt.shape[1]
         start, stop = offsets[self.ranks.rank], offsets[self.ranks.rank + 1]
 
         def finish() -> Prepared:
-            x, beside = (_compact(part, counts) for part in transfer.wait())
+            x, beside = (compact(part, counts) for part in transfer.wait())
             ids, weights, scales = unpack_beside(beside, top_k)
             local_ids = torch.where((ids >= start) & (ids < stop), ids - start, -1)
             local = Routing(ids_Mt=local_ids, weights_Mt=weights)
@@ -69,8 +69,8 @@ class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinaliz
         return self.combine(handle.take(self.book), y, reduce, out_MK)
 
 
-def _pad(part: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows of unknown contents behind the real ones; `_compact` drops them unread."""
+def pad(part: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows of unknown contents behind the real ones; `compact` drops them unread."""
     if part.shape[0] == num_rows:
         return part
     padded = part.new_empty((num_rows, part.shape[1]))
@@ -78,7 +78,7 @@ def _pad(part: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
-def _compact(part: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def compact(part: torch.Tensor, counts: list[int]) -> torch.Tensor:
     if len(set(counts)) == 1:
         return part
     pieces = part.view(len(counts), max(counts), part.shape[1])

@@ -55,9 +55,12 @@ class Placement:
         object.__setattr__(self, "is_identity", self.physical_to_logical == tuple(range(self.num_logical)))
 
     @classmethod
-    def identity(cls, num_experts: int, ranks: int | Sequence[int]) -> Placement:
+    def identity(cls, num_experts: int, ranks: int | Sequence[int], *, slices: int = 1) -> Placement:
         """One copy of each expert, in order. `ranks`: how many (as even as it gets), or how many experts on each."""
-        layout = ExpertLayout.even(num_experts, ranks) if isinstance(ranks, int) else ExpertLayout(counts=tuple(ranks))
+        if isinstance(ranks, int):
+            layout = ExpertLayout.even(num_experts, ranks, slices=slices)
+        else:
+            layout = ExpertLayout(counts=tuple(ranks), slices=slices)
         if layout.num_experts != num_experts:
             raise ConfigError(
                 f"experts_per_rank {layout.counts} holds {layout.num_experts} experts, the model has {num_experts};"
@@ -81,6 +84,8 @@ class Placement:
 
         partial: whatever is left, as long as that is something.
         """
+        if self.layout.slices > 1:
+            return None  # a slice of an expert has no copy
         kept = [rank for rank in range(self.layout.num_ranks) if rank not in ranks]
         slots = tuple(expert for rank in kept for expert in self.experts_of(rank))
         if not slots or (len(set(slots)) < self.num_logical and not partial):
@@ -92,6 +97,7 @@ class Placement:
 
     def reordered(self, ranks: Sequence[int]) -> Placement:
         """The same with rank `ranks[r]` as rank r."""
+        assert self.layout.slices == 1, "ranks that share experts are never lost apart"
         slots = tuple(expert for rank in ranks for expert in self.experts_of(rank))
         layout = ExpertLayout(counts=tuple(self.layout.counts[rank] for rank in ranks))
         return replace(self, layout=layout, physical_to_logical=slots)
@@ -111,8 +117,9 @@ class Placement:
         return max(per_rank) * len(per_rank) / total if (total := sum(per_rank)) else 1.0
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Logical ids of the experts that `rank` holds, in slot order: what a checkpoint loads for it."""
-        return self.physical_to_logical[self.layout.offsets[rank] : self.layout.offsets[rank + 1]]
+        """Logical ids of the experts that `rank` holds (slices of), in slot order: what a checkpoint loads for it."""
+        entry = rank // self.layout.slices
+        return self.physical_to_logical[self.layout.offsets[entry] : self.layout.offsets[entry + 1]]
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device.

@@ -105,6 +105,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
     layers, rows = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
     row = shape.hidden * shape.dtype.itemsize
     dense = dense_bytes(info) * layers
+    sliced = replace(info, intermediate=shape.intermediate)
 
     def one(rank: int, count: int) -> RankMemory:
         asked = rank_plan.memory_asked(plan.paths, rank)
@@ -116,7 +117,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         return RankMemory(
             rank=rank,
             experts=count,
-            weights=expert_bytes(info, count) * layers,
+            weights=expert_bytes(sliced, count) * layers,
             dense=dense,
             workspaces=shared,
             buffers=buffers,
@@ -124,7 +125,8 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
             runtime=runtime,
         )
 
-    return tuple(one(rank, count) for rank, count in enumerate(plan.placement.layout.counts))
+    layout = plan.placement.layout
+    return tuple(one(rank, layout.counts[rank // layout.slices]) for rank in range(engine.ranks))
 
 
 def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, memory: int) -> int:

@@ -9,9 +9,11 @@ import torch
 
 import all2all
 import experts
+from all2all.tensor_parallel import TensorParallelManager
 from epserve.config import Config, EngineConfig
 from epserve.errors import ConfigError, Incompatible
 from epserve.models import ModelInfo
+from epserve.models.slices import check_slices
 from epserve.modular_kernel import (
     Backends,
     ExpertLayout,
@@ -81,6 +83,7 @@ class Chosen:
         return Backends(
             all2all=all2all.REGISTRY,
             experts=experts.REGISTRY,
+            by_slices=TensorParallelManager,
             prefer_all2all=(self.all2all,),
             prefer_experts=(self.experts, *self.rivals),
             measuring=measuring if self.rivals else None,
@@ -100,6 +103,11 @@ class PathPlan:
     spec: LayerSpec
     options: PrepareFinalizeOptions
     cap: int | None = None
+
+    @property
+    def inner_options(self) -> PrepareFinalizeOptions:
+        """Of the all-to-all itself, to which ranks that share experts bring each other's tokens too."""
+        return replace(self.options, max_tokens_per_rank=self.options.max_tokens_per_rank * self.spec.layout.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +136,17 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
     here: this machine runs it. False plans another one, as if it had every package and link.
     """
     engine = config.engine
-    if engine.experts_per_rank and len(engine.experts_per_rank) != engine.ranks:
+    entries, slices = engine.ranks // engine.tensor_parallel, engine.tensor_parallel
+    if engine.experts_per_rank and len(engine.experts_per_rank) != entries:
+        shared = f", of which {slices} each share experts: {entries} entries" if slices > 1 else ""
         raise ConfigError(
-            f"experts_per_rank lists {len(engine.experts_per_rank)} ranks, engine.ranks is {engine.ranks}"
+            f"experts_per_rank lists {len(engine.experts_per_rank)} ranks, engine.ranks is {engine.ranks}{shared}"
         )
+    check_slices(info.intermediate, info.quant, info.activation, slices)
     placement = first_placement(config, info)
     shape = ExpertShape(
         hidden=info.hidden,
-        intermediate=info.intermediate,
+        intermediate=info.intermediate // slices,
         num_experts=placement.layout.num_experts,
         top_k=info.top_k,
         dtype=info.dtype,
@@ -154,7 +165,7 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         placement=placement,
         spec=spec,
         chosen=paths[0].chosen,
-        method=method_for(info.quant.scheme),
+        method=method_for(info.quant.scheme, engine.experts),
         paths=paths,
     )
 
@@ -201,8 +212,8 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
     first = replace(found[0].chosen, others=others, passed_over=tuple(passed))
     paths = (replace(found[0], chosen=first), *found[1:])
     if limit := engine.all2all_budget_mib << 20:
-        busiest = max(range(spec.layout.num_ranks), key=lambda rank: spec.layout.counts[rank])
-        crossover.check_budget(memory_asked(paths, busiest), limit, setting="engine.all2all_budget_mib")
+        busiest = max(range(spec.layout.num_ranks), key=lambda entry: spec.layout.counts[entry])
+        crossover.check_budget(memory_asked(paths, busiest * spec.layout.slices), limit, setting="engine.all2all_budget_mib")
     return paths
 
 
@@ -222,7 +233,8 @@ def memory_asked(paths: Iterable[PathPlan], rank: int) -> dict[str, int]:
     """Bytes of each path's buffers, and of the workspaces that all of them share (twice with two batches in flight)."""
     asked, shared = {}, 0
     for path in paths:
-        asked[path.chosen.all2all] = all2all.REGISTRY.get(path.chosen.all2all).buffer_bytes(path.spec, path.options)
+        manager = all2all.REGISTRY.get(path.chosen.all2all)
+        asked[path.chosen.all2all] = manager.buffer_bytes(path.spec, path.inner_options)
         shared = max(shared, workspaces(path, rank).nbytes * path.options.batches_in_flight)
     return {**asked, "workspaces": shared}
 
@@ -235,7 +247,8 @@ def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
     spec = path.spec
     here = spec.device == "cpu" or torch.cuda.is_available()
     backend = experts.REGISTRY.get(path.chosen.experts)(spec if here else replace(spec, device="cpu"))
-    rows, count = path.options.max_tokens_per_rank * spec.layout.num_ranks, spec.layout.counts[rank]
+    rows = path.inner_options.max_tokens_per_rank * spec.layout.num_ranks
+    count = spec.layout.counts[rank // spec.layout.slices]
     if activation_format(path.chosen) is FusedMoEActivationFormat.Standard:
         return backend.workspace_shapes(rows, spec.shape.top_k, count)
     return backend.workspace_shapes(0, spec.shape.top_k, count, rows)
@@ -251,9 +264,11 @@ def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions,
     if activation_format(chosen) is not FusedMoEActivationFormat.BatchedExperts:
         return PathPlan(chosen=chosen, spec=spec, options=options)
     cap = min(options.max_tokens_per_rank, low)
-    if record.most_tokens is not None and cap > record.most_tokens:
+    slices = spec.layout.slices
+    if record.most_tokens is not None and cap * slices > record.most_tokens:
+        shared = f" of all {slices} ranks that share experts" if slices > 1 else ""
         raise ConfigError(
-            f"low_latency_max_tokens {low}: {chosen.all2all} takes at most {record.most_tokens} tokens a rank; lower it"
+            f"low_latency_max_tokens {low}: {chosen.all2all} takes at most {record.most_tokens} tokens a rank{shared}; lower it"
         )
     return PathPlan(chosen=chosen, spec=spec, options=replace(options, max_tokens_per_rank=cap), cap=cap)
 
@@ -261,11 +276,13 @@ def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions,
 def first_placement(config: Config, info: ModelInfo) -> Placement:
     """Of every layer, before any load is known."""
     engine, slots = config.engine, info.num_experts + config.engine.redundant_experts
+    slices = engine.tensor_parallel
+    entries = engine.ranks // slices
     if not engine.redundant_experts:
-        return Placement.identity(info.num_experts, engine.experts_per_rank or engine.ranks)
-    layout = ExpertLayout.even(slots, engine.ranks)
+        return Placement.identity(info.num_experts, engine.experts_per_rank or entries, slices=slices)
+    layout = ExpertLayout.even(slots, entries, slices=slices)
     if engine.experts_per_rank:
-        layout = ExpertLayout(counts=engine.experts_per_rank)
+        layout = ExpertLayout(counts=engine.experts_per_rank, slices=slices)
     if 0 < layout.num_experts == slots < info.num_experts:  # what is left of a service that lost a rank
         left = tuple(range(slots))
         return Placement(num_logical=info.num_experts, layout=layout, physical_to_logical=left, partial=True)
@@ -284,13 +301,15 @@ def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
 
 
 def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:
-    """The same service on `len(counts)` ranks that hold `counts` physical experts.
+    """The same service on `len(counts)` ranks (times those that share each entry) that hold `counts` physical experts.
 
     A single rank has nobody to talk to, whatever all-to-all the others were told to use.
     """
     update = {
-        "ranks": len(counts), "experts_per_rank": tuple(counts), "redundant_experts": sum(counts) - num_experts
-    }  # fmt: skip
+        "ranks": len(counts) * config.engine.tensor_parallel,
+        "experts_per_rank": tuple(counts),
+        "redundant_experts": sum(counts) - num_experts,
+    }
     if len(counts) == 1 and config.engine.all2all not in ("auto", "measured"):
         update["all2all"] = "local"
     engine = config.engine.model_copy(update=update)
@@ -397,10 +416,10 @@ def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]
 
 
 def _describe(spec: LayerSpec) -> str:
-    shape = spec.shape
+    shape, ranks = spec.shape, spec.layout.num_ranks * spec.layout.slices
     return (
         f"hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.num_experts} experts on"
-        f" {spec.layout.num_ranks} ranks, top-k {shape.top_k}, {str(shape.dtype).removeprefix('torch.')}, {spec.device}"
+        f" {ranks} ranks, top-k {shape.top_k}, {str(shape.dtype).removeprefix('torch.')}, {spec.device}"
     )
 
 

@@ -16,6 +16,7 @@ from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.crossover import Crossover, agree, check_budget, slowest
 from epserve.worker import StepPlan, Worker
 
+from .cases import CASES
 from .checkpoints import LAYER, write
 from .ranks import run_ranks
 
@@ -197,6 +198,6 @@ def test_the_low_latency_cap_is_checked_against_the_library():
     chosen = rank_plan.Chosen(all2all="deepep_ll", experts="triton_batched")
     options = rank_plan.PrepareFinalizeOptions(max_tokens_per_rank=4096)
     with pytest.raises(ConfigError, match="low_latency_max_tokens 600: deepep_ll takes at most 508"):
-        rank_plan._candidate(chosen, None, options, 600)
-    path = rank_plan._candidate(chosen, None, options, 128)
+        rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 600)
+    path = rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 128)
     assert (path.cap, path.options) == (128, dataclasses.replace(options, max_tokens_per_rank=128))

@@ -47,21 +47,28 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """How many physical experts each rank holds. Rank r holds the ids `offsets[r] .. offsets[r+1]-1`; counts may differ."""
+    """How many physical experts each rank holds. Rank r holds the ids `offsets[r] .. offsets[r+1]-1`; counts may differ.
+
+    slices: so many ranks share each entry, each with a slice of all its experts (tensor parallelism): entry g is that of the
+    ranks g * slices .. (g + 1) * slices - 1, and "rank" means an entry wherever experts are counted.
+    """
 
     counts: tuple[int, ...]
+    slices: int = 1
     offsets: tuple[int, ...] = field(init=False)
 
     def __post_init__(self):
         if not self.counts or any(count < 0 for count in self.counts) or sum(self.counts) == 0:
             raise ConfigError(f"experts per rank must be non-negative and not all zero, got {self.counts}")
+        if self.slices < 1:
+            raise ConfigError(f"ranks that share an expert must be at least 1, got {self.slices}")
         object.__setattr__(self, "offsets", (0, *accumulate(self.counts)))
 
     @classmethod
-    def even(cls, num_experts: int, num_ranks: int) -> ExpertLayout:
+    def even(cls, num_experts: int, num_ranks: int, *, slices: int = 1) -> ExpertLayout:
         """As even as it gets: the first `num_experts % num_ranks` ranks hold one more."""
         base, extra = divmod(num_experts, num_ranks)
-        return cls(counts=tuple(base + (rank < extra) for rank in range(num_ranks)))
+        return cls(counts=tuple(base + (rank < extra) for rank in range(num_ranks)), slices=slices)
 
     @property
     def num_experts(self) -> int:

@@ -36,6 +36,10 @@ SPEC = LayerSpec(
 )
 
 
+LONG = 1e9
+"""Seconds: the clock below says seconds where microseconds went by."""
+
+
 class OtherGroupedMM(GroupedMMExperts):
     """The same numbers, another name."""
 
@@ -83,7 +87,7 @@ class Clock:
 
 def measured(clock, *, timer=None, **options):
     candidates = {"a": GroupedMMExperts(SPEC), "b": OtherGroupedMM(SPEC)}
-    return MeasuredExperts(SPEC, candidates, timer=clock, measuring=Measuring(**options))
+    return MeasuredExperts(SPEC, candidates, timer=clock, measuring=Measuring(**{"budget_s": LONG, **options}))
 
 
 def run(experts, prepared, spaces=None):
@@ -120,6 +124,8 @@ def test_the_second_start_measures_nothing(tmp_path):
     assert again.choice(64) == "b" and again.choice(1) == "a"
     (key,) = json.loads(cache.read_text())
     assert f"torch {torch.__version__} epserve" in key and "threads" in key and "K32 N16" in key
+    again.warm_up(weights(), 64)  # after a failure, in another group
+    assert clock.calls == 4 * 2 * 5
     again.warm_up(weights(), 256)  # a longer range measures only what is new
     assert clock.calls == 5 * 2 * 5
     measured(clock, cache=cache, again=True).warm_up(weights(), 1)
@@ -186,7 +192,8 @@ def test_one_that_sums_and_one_that_leaves_slots_stand_side_by_side(num_tokens, 
     """A small `slot_bytes`: pieces of three tokens."""
     monkeypatch.setattr("epserve.modular_kernel.summed.SLOT_BYTES", slot_bytes)
     candidates = {"grouped_mm": GroupedMMExperts(SPEC), "loop": LoopExperts(SPEC)}
-    experts = MeasuredExperts(SPEC, candidates, timer=Clock(first=(3.0, 3.0)))
+    clock, measuring = Clock(first=(3.0, 3.0)), Measuring(budget_s=LONG)
+    experts = MeasuredExperts(SPEC, candidates, timer=clock, measuring=measuring)
     experts.warm_up(weights(), 256)
     assert experts.choice(num_tokens) == "loop" and not experts.left_out
     got, want = run(experts, batch(num_tokens)), run(GroupedMMExperts(SPEC), batch(num_tokens))
@@ -218,7 +225,9 @@ def test_two_batches_in_flight():
     ],
 )
 def test_a_broken_candidate_serves_nothing(broken, reason):
-    experts = MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "b": broken(SPEC)}, timer=Clock(first=(9.0, 9.0)))
+    candidates = {"a": GroupedMMExperts(SPEC), "b": broken(SPEC)}
+    clock, measuring = Clock(first=(9.0, 9.0)), Measuring(budget_s=LONG)
+    experts = MeasuredExperts(SPEC, candidates, timer=clock, measuring=measuring)
     experts.warm_up(weights(), 256)
     assert {experts.choice(rows) for rows in BUCKETS} == {"a"}
     (line,) = [line for line in experts.explain() if "left out" in line]
@@ -239,15 +248,28 @@ class SlowExperts(GroupedMMExperts):
         return super().apply(output, prepared, weights=weights, workspace=workspace)
 
 
-def test_the_budget_ends_the_timing():
-    """Both need 1, 4, 16, 64, 256, 1,024 ms a run: 256 rows are the last that half a second may take, or the ones before."""
-    experts = MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=Measuring(budget_s=0.5))
-    begin = time.monotonic()
+def test_the_budget_ends_the_timing(tmp_path):
+    """Both need 1, 4, 16, 64 ms a run and more: a tenth of a second ends before 64 rows."""
+
+    def slow(budget_s):
+        measuring = Measuring(budget_s=budget_s, cache=tmp_path / "times.json")
+        return MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=measuring)
+
+    experts, begin = slow(0.1), time.monotonic()
     experts.warm_up(weights(), 4096)
-    assert time.monotonic() - begin < 3
-    assert 1 in experts.times and max(experts.times) < 1024
-    assert any("rows and more: as for fewer; 0.5 s were spent on timing" in line for line in experts.explain())
-    off = MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=Measuring(budget_s=0))
+    assert time.monotonic() - begin < 2
+    rows = [choice.rows for choice in experts.choices()]
+    assert 1 in rows and max(rows) < 64 and experts.choice(4096) == experts.choice(max(rows))
+    assert any("rows and more: as for fewer; 0.1 s were spent on timing" in line for line in experts.explain())
+    again = slow(0.1)
+    again._measure = lambda *_: pytest.fail("what was too long before is tried again")
+    again.warm_up(weights(), 4096)
+    assert again.times == experts.times and again.explain() == experts.explain()
+    longer = slow(10)
+    longer.warm_up(weights(), 64)
+    assert [choice.rows for choice in longer.choices()] == [1, 4, 16, 64], "a larger budget goes on"
+    off = slow(0)
+    off.measuring = Measuring(budget_s=0)
     off.warm_up(weights(), 4096)
     assert off.times == {} and off.choice(1) == "a"
 

@@ -8,10 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from epserve.cli import app
+from epserve.client import AsyncClient
 from epserve.config import parse_config
 from epserve.errors import ConfigError
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.selection import MeasuredExperts
+from epserve.service import running
 from epserve.tune import tune
 from epserve.worker import StepPlan, Worker
 from tests.checkpoints import LAYER, write
@@ -90,3 +92,18 @@ def test_the_command(checkpoint, tmp_path):
     assert done.exit_code == 0, done.output
     assert "grouped_mm" in done.output and "loop" in done.output and str(times) in done.output.replace("\n", "")
     assert len(json.loads(times.read_text())) == 1
+
+
+async def test_the_status_of_a_service_says_what_each_rank_chose(checkpoint, tmp_path):
+    config = config_for(checkpoint, tmp_path / "times.json", ranks=2)
+    config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
+    async with running(config) as (_, server), AsyncClient(f"127.0.0.1:{server.port}") as client:
+        status = await client.status(timeout=10)
+    assert "experts grouped_mm (each rank times it against loop)" in status.backends
+    assert "experts for about 1 rows" in status.backends
+    for rank in status.ranks:
+        assert [choice.rows for choice in rank.experts_choices] == [1, 4, 16, 64]
+        for choice in rank.experts_choices:
+            assert set(choice.microseconds) == {"grouped_mm", "loop"} and choice.backend in choice.microseconds
+            assert min(choice.microseconds.values()) > 0
+    assert len(json.loads((tmp_path / "times.json").read_text())) == 2, "three experts on one rank, two on the other"

@@ -37,6 +37,9 @@ APART = 0.15
 """Relative L2 distance from the first candidate's result above which a candidate counts as broken. Two right ones in e4m3
 differ by some 0.05."""
 
+TOO_LONG = ""
+"""In place of a candidate's name, beside a budget that did not reach so far: not measured again with the same one."""
+
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that one call takes on the device."""
 
@@ -97,9 +100,9 @@ class MeasuredExperts(FusedMoEExpertsModular):
         """Bucket -> candidate -> seconds."""
         self.left_out: dict[str, str] = {}
         """Candidate -> why it serves nothing here."""
-        self._notes: list[str] = []
         self._timer = timer or (_time_graph if spec.cuda_graph else _time)
         self._per_row = 0.0
+        self._warm_rows = -1
         self._chosen: dict[int, str] = {}
 
     def choice(self, num_rows: int) -> str:
@@ -112,14 +115,16 @@ class MeasuredExperts(FusedMoEExpertsModular):
     def _choose(self, bucket: int) -> str:
         if bucket in self.measuring.overrides:
             return self.measuring.overrides[bucket]
-        times = self.times.get(max((each for each in self.times if each <= bucket), default=-1), {})
+        known = [each for each, times in self.times.items() if each <= bucket and TOO_LONG not in times]
+        times = self.times[max(known)] if known else {}
         able = [name for name in self.candidates if name not in self.left_out]
         best = min((times[name] for name in able if name in times), default=None)
         return next((name for name in able if best is not None and times.get(name, best * 2) <= best * MARGIN), able[0])
 
     def choices(self) -> tuple[Choice, ...]:
         """One a bucket that was measured or set, ascending."""
-        buckets = sorted(set(self.times) | set(self.measuring.overrides))
+        known = {each for each, times in self.times.items() if TOO_LONG not in times}
+        buckets = sorted(known | set(self.measuring.overrides))
         return tuple(Choice(rows=each, backend=self.choice(each), seconds=self.times.get(each, {})) for each in buckets)
 
     def explain(self) -> list[str]:
@@ -134,7 +139,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 why = f"preferred, within {100 * (MARGIN - 1):.0f} % of the fastest"
             load = f" ({bucket * self._per_row:.3g} an expert)" if self._per_row else ""
             lines.append(f"experts for about {bucket} rows{load}: {chosen} ({why}{': ' + text if text else ''})")
-        return lines + self._notes + [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
+        unknown = sorted(each for each, times in self.times.items() if TOO_LONG in times)
+        if unknown:
+            limit = max(self.times[each][TOO_LONG] for each in unknown)
+            lines.append(f"experts for {unknown[0]} rows and more: as for fewer; {limit:g} s were spent on timing")
+        return lines + [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         for candidate in self.candidates.values():
@@ -162,8 +171,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
         """Warm every candidate up, then time them, or read what an earlier start measured under the same key.
 
-        Not collective. A candidate that fails here, the first one apart, is left out and serves nothing.
+        Not collective. A candidate that fails here, the first one apart, is left out and serves nothing. A second call for
+        no more rows does nothing: after a failure the object goes on in another group.
         """
+        if max_rows <= self._warm_rows:
+            return
         first = next(iter(self.candidates))
         for name, candidate in self.candidates.items():
             try:
@@ -178,11 +190,15 @@ class MeasuredExperts(FusedMoEExpertsModular):
         cache = TimesCache(self.measuring.cache, self.key(weights))
         able = {name for name in self.candidates if name not in self.left_out}
         stored = {} if self.measuring.again else cache.read()
-        self.times = {bucket: times for bucket, times in stored.items() if set(times) == able}
+        budget = self.measuring.budget_s
+        self.times = {bucket: times for bucket, times in stored.items()
+                      if set(times) == able or times.get(TOO_LONG, -1.0) >= budget}  # fmt: skip
         wanted = [bucket for bucket in BUCKETS if bucket <= max_rows and bucket not in self.measuring.overrides]
         missing = [bucket for bucket in wanted if bucket not in self.times] if len(able) > 1 else []
-        if missing and self.measuring.budget_s > 0 and self._measure(missing, weights):
+        if missing and budget > 0:
+            self._measure(missing, weights)
             cache.write(self.times)
+        self._warm_rows = max_rows
         self._chosen.clear()
 
     def key(self, weights: ExpertWeights) -> str:
@@ -190,23 +206,19 @@ class MeasuredExperts(FusedMoEExpertsModular):
         graph = ", graphs" if self.spec.cuda_graph else ""
         return key_of(self.spec, weights, self.candidates) + f" | {rows}{graph}"
 
-    def _measure(self, buckets: list[int], weights: ExpertWeights) -> bool:
-        """From the smallest on, as long as the budget lasts. Whether anything was timed."""
+    def _measure(self, buckets: list[int], weights: ExpertWeights) -> None:
+        """From the smallest on, as long as the budget lasts."""
         spaces, begin, limit = Workspaces(weights.w13_eNK.device), time.perf_counter(), self.measuring.budget_s
-        once = 0.0
         for done, bucket in enumerate(buckets):
-            spent = time.perf_counter() - begin
-            growth = bucket / buckets[done - 1] if done else 1
-            if spent + 2 * once * growth > limit:  # at least one run to warm up and one to time
-                self._notes.append(
-                    f"experts for {bucket} rows and more: as for fewer; {limit:g} s were spent on timing"
-                )
-                return done > 0
-            once = self._measure_one(bucket, weights, spaces, begin + limit)
-        return True
+            known = [each for each, times in self.times.items() if each < bucket and TOO_LONG not in times]
+            once = sum(self.times[max(known)].values()) * bucket / max(known) if known else 0.0
+            if time.perf_counter() - begin + 2 * once > limit:  # at least one run to warm up and one to time
+                self.times |= {each: {TOO_LONG: limit} for each in buckets[done:]}
+                return
+            self._measure_one(bucket, weights, spaces, begin + limit)
 
-    def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> float:
-        """Candidates in turn, so that a machine that slows down slows all of them. Returns seconds of one run of each."""
+    def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> None:
+        """Candidates in turn, so that a machine that slows down slows all of them."""
         sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
         batches = [_example(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
         workspace = spaces.carve(self.workspace_shapes(bucket, self.spec.shape.top_k, weights.num_experts))
@@ -215,14 +227,13 @@ class MeasuredExperts(FusedMoEExpertsModular):
         def run(name: str, batch: Prepared) -> torch.Tensor:
             return self._run(self.candidates[name], workspace.output, batch, weights, workspace)
 
-        begin, want = time.perf_counter(), run(able[0], batches[0]).float().clone()
+        want = run(able[0], batches[0]).float().clone()
         for name in able[1:]:
             got = run(name, batches[0]).float()
             apart = float((got - want).norm() / want.norm().clamp(min=1e-30))
             if not apart <= APART:  # NaN is apart, too
                 text = f"its result for {bucket} rows differs from that of {able[0]} by {apart:.2g} (relative L2)"
                 self._leave_out(name, text)
-        once = time.perf_counter() - begin
         able = [name for name in able if name not in self.left_out]
         seen: dict[str, list[float]] = {name: [] for name in able}
         for repeat in range(REPEATS):
@@ -232,7 +243,6 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 batch = batches[repeat % sets]
                 seen[name].append(self._timer(lambda name=name, batch=batch: run(name, batch)))
         self.times[bucket] = {name: statistics.median(values) for name, values in seen.items()}
-        return once
 
     def _leave_out(self, name: str, reason: str) -> None:
         self.left_out[name] = reason

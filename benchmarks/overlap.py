@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int)
     parser.add_argument("--world", type=int, help="ranks; default: every GPU, or 2 with --cpu")
     parser.add_argument("--cpu", action="store_true", help="gloo ranks, small sizes")
-    parser.add_argument("--limit-s", type=float, default=60, help="the longest that a rank waits for another")
+    parser.add_argument("--limit-s", type=float, default=100, help="the longest that a rank waits for another")
     parser.add_argument("--budget-s", type=float, default=400, help="what has not ended by then is left out")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--traces", type=Path, help="a folder for a Chrome trace of each case, rank 0's")

@@ -247,7 +247,7 @@ def main() -> int:
         "--scheme", choices=("none", "fp8_block"), help="of the layer's experts; default fp8_block on GPUs"
     )
     parser.add_argument("--budget-s", type=float, default=440, help="for everything")
-    parser.add_argument("--limit-s", type=float, default=60, help="the longest that a rank waits for another")
+    parser.add_argument("--limit-s", type=float, default=100, help="the longest that a rank waits for another")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the JSON and the drawing")
     parser.add_argument("--commit", default="", help="recorded in the result")
     options = parser.parse_args()

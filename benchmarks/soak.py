@@ -4,7 +4,8 @@ Starts `epserve serve` with a demo model on CPU ranks, in processes of its own, 
 calls by the layer's gate, by ids, in frames, in fp8, through shared memory and over the Open Inference Protocol; cancelled
 calls; deadlines that cannot be met; malformed messages; streams that are left half-open or never read. Every answer is
 compared with the dense result of the same rows, every error must be one that was provoked. Memory is that of the service's
-front end and of its ranks: the mean of the last quarter against that of the second.
+front end and of its ranks, without shared pages, from the third minute on (of short runs, the last three quarters): the
+mean of the first third of that against that of the last, and the slope of a line through all of it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ FRAMED_ROWS = 1500  # 1.5 MB: two frames
 CALL_S = 60.0
 """A call that was meant to succeed and takes longer counts as unanswered."""
 SAMPLE_S = 2.0
+WARM_UP_S = 120.0
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
 """What malformed messages may get; those that are still right after a mutation get an answer."""
 
@@ -249,10 +251,15 @@ async def sample(pids: dict[str, int], end: float) -> dict[str, list[float]]:
 
 
 def growth(values: list[float]) -> dict[str, float]:
-    """The second quarter against the last: the first is start-up."""
-    quarter = max(1, len(values) // 4)
-    before, after = statistics.mean(values[quarter : 2 * quarter]), statistics.mean(values[-quarter:])
-    return {"second_quarter_mib": before, "last_quarter_mib": after, "ratio": after / before if before else 0.0}
+    """After the warm-up, in which caches, arenas and pools fill. Requests that are under way make the values scatter."""
+    settled = values[min(round(WARM_UP_S / SAMPLE_S), len(values) // 4) :]
+    third = max(1, len(settled) // 3)
+    before, after = statistics.mean(settled[:third]), statistics.mean(settled[-third:])
+    slope = statistics.linear_regression(range(len(settled)), settled).slope if len(settled) > 1 else 0.0
+    return {
+        "first_third_mib": before, "last_third_mib": after, "ratio": after / before if before else 0.0,
+        "lowest_ratio": min(settled[-third:]) / min(settled[:third]), "mib_a_minute": slope * 60 / SAMPLE_S,
+    }  # fmt: skip
 
 
 async def soak(address: str, front_end: int, options: argparse.Namespace) -> dict:

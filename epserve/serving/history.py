@@ -77,7 +77,8 @@ class History:
         self._now: Counter[int] = Counter()
         self._tokens = self._requests = self._errors = self._steps = 0
         self._latest = np.zeros((0, 0), dtype=np.int64)
-        self._loads: deque[tuple[float, np.ndarray]] = deque(maxlen=RECENT_S // LOAD_EVERY_S)
+        self._loads: deque[np.ndarray] = deque(maxlen=RECENT_S // LOAD_EVERY_S)
+        self._load_age = 0.0
 
     def request(self, seconds: float) -> None:
         """One that was answered."""
@@ -112,8 +113,10 @@ class History:
         self._tokens = self._requests = self._errors = self._steps = 0
         if load:
             self._latest = np.array(list(load.values()), dtype=np.int64)
-            if not self._loads or now - self._loads[-1][0] >= LOAD_EVERY_S:
-                self._loads.append((now, self._latest))
+            self._load_age += seconds  # not by `now`, which jumps when somebody sets the clock
+            if not self._loads or self._load_age >= LOAD_EVERY_S:
+                self._loads.append(self._latest)
+                self._load_age = 0.0
 
     def latency(self) -> Percentiles:
         """Of the last minute."""
@@ -129,7 +132,7 @@ class History:
 
     def recent_load(self) -> np.ndarray:
         """`(layers, experts)` tokens of the last minute; since the start where nothing came in that minute."""
-        first, last = self._loads[0][1] if self._loads else self._latest, self._latest
+        first, last = self._loads[0] if self._loads else self._latest, self._latest
         recent = last - first if first.shape == last.shape else last
         return recent if recent.sum() > 0 else last
 

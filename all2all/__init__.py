@@ -66,6 +66,12 @@ def _nvlink_batched():
     return NvlinkBatchedAll2AllManager
 
 
+def _flashinfer_cutlass():
+    from .flashinfer_cutlass import FlashInferCutlassManager
+
+    return FlashInferCutlassManager
+
+
 REGISTRY.register("local", "one rank, nothing to send", _local)
 REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that needs it", _all_to_all)
 REGISTRY.register("all_to_all_batched", "torch.distributed: a row to each expert, fixed blocks", _all_to_all_batched)
@@ -76,3 +82,4 @@ REGISTRY.register("deepep_ht", "DeepEP high throughput: a row to each rank that 
 REGISTRY.register("deepep_ll", "DeepEP low latency: a row to each expert, fixed blocks", _deepep_ll)
 REGISTRY.register("deepep_v2", "DeepEP 2's ElasticBuffer", _deepep_v2)
 REGISTRY.register("nvshmem", "nvshmem4py: plain reads from peers' symmetric memory", _nvshmem)
+REGISTRY.register("flashinfer_cutlass", "all rows to all ranks, for FlashInfer's CUTLASS experts", _flashinfer_cutlass)

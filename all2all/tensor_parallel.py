@@ -35,7 +35,6 @@ from epserve.modular_kernel import (
 from .allgather_reducescatter import compact, pad
 from .torch_distributed import Transfer, Wire, pack_beside, unpack_beside
 
-
 MEET_S = 30.0  # to make a group: ranks come to it from loading their weights at their own pace
 
 
@@ -79,7 +78,10 @@ def _subgroups(ranks: RankContext, members: list[list[int]]) -> list[Any]:
             f"tensor_parallel needs a process group of all {dist.get_world_size()} processes, this one has {ranks.world_size}"
         )
     world = dist.get_process_group_ranks(ranks.group) if ranks.world_size > 1 else [0]
-    backend, timeout = "nccl" if ranks.device.type == "cuda" else "gloo", timedelta(seconds=max(ranks.timeout_s, MEET_S))
+    backend, timeout = (
+        "nccl" if ranks.device.type == "cuda" else "gloo",
+        timedelta(seconds=max(ranks.timeout_s, MEET_S)),
+    )
 
     def one(part: list[int]) -> Any:
         return dist.new_group([world[each] for each in part], timeout=timeout, backend=backend)

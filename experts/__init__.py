@@ -54,6 +54,12 @@ def _deepgemm():
     return DeepGemmExperts
 
 
+def _flashinfer_cutlass():
+    from .flashinfer_cutlass import FlashInferCutlassExperts
+
+    return FlashInferCutlassExperts
+
+
 REGISTRY.register("loop", "a loop over experts: the oracle, readable and slow", _loop)
 REGISTRY.register("grouped_mm", "torch's grouped matrix product over sorted slots", _grouped_mm)
 REGISTRY.register("batched_loop", "a loop over experts on batched rows: the oracle of that format", _batched_loop)
@@ -64,3 +70,4 @@ REGISTRY.register(
     "cutlass", "torch's grouped products for GPUs (CUTLASS): bf16, fp8 row by row", _cutlass, needs="triton"
 )
 REGISTRY.register("deepgemm", "DeepGEMM's grouped products: fp8 in blocks", _deepgemm, needs="triton")
+REGISTRY.register("flashinfer_cutlass", "FlashInfer's fused CUTLASS experts, one library call", _flashinfer_cutlass)

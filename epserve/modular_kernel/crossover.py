@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], 
             spans = []
             for _ in range(REPEATS):
                 meet(ranks)
-                spans.append(_seconds(lambda run=run, x=x_MK, r=routing, c=counts: run(x, r, c), ranks.device))
+                spans.append(_seconds(partial(run, x_MK, routing, counts), ranks.device))
             times[name] = statistics.median(spans)
     table = Crossover(caps=dict(caps), times=slowest(gather(ranks, mine)))
     for line in table.explain():

@@ -11,6 +11,7 @@ import bisect
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class StepGraphs:
         """
         for bucket in self.buckets:
             batch = self._batch(bucket)
-            graph = self._record(lambda batch=batch: self._run(batch, weights, shared_experts))
+            graph = self._record(partial(self._run, batch, weights, shared_experts))
             self._graphs[key, shared_experts is not None, bucket] = graph
 
     def _record(self, run: Callable[[], None]) -> Any:

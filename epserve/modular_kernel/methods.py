@@ -24,7 +24,6 @@ from .registry import Registry
 from .selection import MeasuredExperts, Measuring
 from .types import ExpertWeights, FusedMoEActivationFormat
 
-
 SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager]
 
 

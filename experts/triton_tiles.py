@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 
@@ -16,6 +17,9 @@ from epserve.modular_kernel import LayerSpec
 
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Tokens. A batch takes the configuration of the bucket that is nearest on a logarithmic scale."""
+
+ALIKE = math.log(2.9)
+"""Measured cells are a factor of 4 apart, so the nearest is at most 2 away where the range covers it."""
 
 PACKED = ("int4", "mxfp4", "nvfp4")
 SHARED_MEMORY = 232448  # bytes that one program may use on compute capability 9.0
@@ -114,6 +118,13 @@ class Problem:
             f"{self.scheme} K{self.hidden} N{self.intermediate} E{self.local_experts}/{self.num_experts} t{self.top_k}"
         )
 
+    @classmethod
+    def parse(cls, key: str) -> Problem:
+        scheme, hidden, intermediate, experts, top_k = key.split()
+        local, total = experts[1:].split("/")
+        return cls(scheme=scheme, hidden=int(hidden[1:]), intermediate=int(intermediate[1:]), local_experts=int(local),
+                   num_experts=int(total), top_k=int(top_k[1:]))  # fmt: skip
+
     def rows_per_expert(self, num_tokens: int) -> float:
         """Expected, with every token of all ranks in the batch and even routing."""
         return num_tokens * self.top_k / self.num_experts
@@ -142,7 +153,27 @@ def choose(
     measured = table.get(problem.key, {}).get(bucket)
     if measured is not None and (specialised or not measured.specialised):
         return measured, f"measured for this shape, {bucket} tokens"
+    alike = _alike(problem, bucket, table)
+    if alike is not None and (specialised or not alike[0].specialised):
+        return alike
     return default_tiles(problem, bucket, specialised=specialised), "the rule for shapes that were not measured"
+
+
+def _alike(problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]]) -> tuple[Tiles, str] | None:
+    """What was measured for the same matrices over another number of ranks or another top-k, where each local expert gets
+    about as many rows: within a factor of 2.9, or beyond the largest batch that was measured."""
+    rows, best = problem.rows_per_expert(num_tokens), None
+    for key, cells in table.items():
+        other = Problem.parse(key)
+        if (other.scheme, other.hidden, other.intermediate) != (problem.scheme, problem.hidden, problem.intermediate):
+            continue
+        for tokens, tiles in cells.items():
+            theirs = other.rows_per_expert(tokens)
+            far = abs(math.log(theirs / rows))
+            beyond = tokens == max(cells) and theirs < rows
+            if (far < ALIKE or beyond) and (best is None or far < best[0]):
+                best = far, tiles, f"measured for {key}, {tokens} tokens: as many rows an expert"
+    return None if best is None else (best[1], best[2])
 
 
 def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False) -> Tiles:

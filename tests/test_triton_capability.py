@@ -1,5 +1,7 @@
 """What the Triton experts refuse is refused from their record, before any weight is read; and which tiles serve what."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -72,3 +74,16 @@ def test_tiles_follow_tokens_per_expert():
     tiles, why = choose(problem, 40, {}, specialised=False)
     assert tiles == default_tiles(problem, 64) and "not measured" in why
     assert [bucket_of(tokens) for tokens in (1, 2, 3, 33, 100000)] == [1, 1, 4, 64, 16384]
+
+
+def test_another_number_of_ranks_takes_what_was_measured_for_as_many_rows_an_expert():
+    table = shipped("NVIDIA H200")
+    measured = table["fp8_block K7168 N2048 E32/256 t8"]
+    over_two = Problem(scheme="fp8_block", hidden=7168, intermediate=2048, local_experts=32, num_experts=64, top_k=8)
+    for tokens, theirs in ((1, 4), (4, 16), (16, 64), (1024, 4096), (4096, 16384), (16384, 16384)):
+        tiles, why = choose(over_two, tokens, table, specialised=True)
+        assert tiles == measured[theirs] and f"{theirs} tokens" in why
+    tiles, why = choose(dataclasses.replace(over_two, intermediate=1024), 16, table, specialised=True)
+    assert "not measured" in why, "other matrices"
+    thin = dataclasses.replace(over_two, num_experts=4096)
+    assert "not measured" in choose(thin, 1, table, specialised=True)[1], "fewer rows than were ever measured"

@@ -27,11 +27,11 @@ import grpc
 
 from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
-from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
 from epserve.serving.client_region import ClientRegion
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
+from epserve.serving.frames import experts_stub
 from epserve.serving.options import ClientOptions, RetryPolicy, Tls
 from epserve.serving.pipeline import Pipeline
 
@@ -75,7 +75,7 @@ class Client(_Endpoint):
         else:
             credentials = self.options.tls.credentials()
             self._channel = grpc.secure_channel(target, credentials, options=self.options.channel_options())
-        self._stub = pb_grpc.ExpertsStub(self._channel)
+        self._stub = experts_stub(self._channel)
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="epserve-client")
 
     def forward(
@@ -244,7 +244,7 @@ class AsyncClient(_Endpoint):
         else:
             credentials = self.options.tls.credentials()
             self._channel = grpc.aio.secure_channel(target, credentials, options=self.options.channel_options())
-        self._stub = pb_grpc.ExpertsStub(self._channel)
+        self._stub = experts_stub(self._channel)
 
     async def forward(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,

@@ -20,7 +20,7 @@ from epserve.config import ServerConfig
 from epserve.errors import ConfigError, InvalidRequest, NotReady, Overloaded, PermissionDenied, Unauthenticated
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
 from epserve.runtime.planning import Priority
-from epserve.serving import clients, codec, fp8, status, wire
+from epserve.serving import clients, codec, fp8, frames, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.clients import Account, Accounts, ClientPolicy
@@ -399,7 +399,7 @@ class TestFp8:
             OutgoingRequest(1, x, None, None, request_id="", wire_format=wire_format)
             for wire_format in ("plain", "fp8")
         )
-        sizes = [sum(frame.ByteSize() for frame in request.frames(1.0)) for request in (plain, fp8)]
+        sizes = [sum(len(frames.serialise(frame)) for frame in request.frames(1.0)) for request in (plain, fp8)]
         assert sizes[1] / sizes[0] == pytest.approx(0.5 + 4 / 256, abs=0.001)
         async with serving(engine) as server:
 

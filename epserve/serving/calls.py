@@ -68,7 +68,7 @@ class Calls:
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
         self.accounts, self.regions, self.observer = accounts, regions, observer
         # An engine whose ranks are elsewhere has no memory to offer.
-        make_buffer = getattr(engine, "buffer", bytearray)
+        make_buffer = getattr(engine, "buffer", wire.plain_buffer)
         self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
         self.in_flight = 0
         self.buffered_bytes = 0

@@ -85,7 +85,7 @@ class Door:
         layers: tuple[int, ...],
         limits: ServerConfig,
         *,
-        make_buffer: wire.MakeBuffer = bytearray,
+        make_buffer: wire.MakeBuffer = wire.plain_buffer,
     ):
         """make_buffer: for the tensors of requests; memory that the ranks share saves a copy."""
         self.info, self.layers, self.limits = info, layers, limits

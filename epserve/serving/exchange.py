@@ -11,6 +11,7 @@ from epserve.errors import CallerError, InternalError, InvalidRequest, Overloade
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
+from epserve.serving.frames import part_frame
 from epserve.serving.ring import Bell
 
 log = logging.getLogger("epserve.client")
@@ -133,7 +134,7 @@ class OutgoingRequest:
 
     def frames(self, timeout_s: float, number: int = 0) -> Iterator[pb.RequestFrame]:
         self.header.timeout_ms = max(1, round(timeout_s * 1000))
-        return wire.request_frames(number, self.tensors, self.header)
+        return wire.request_frames(number, self.tensors, self.header, part_frame)
 
     def result(self, reply: pb.ForwardReply) -> Any:
         """Of a reply that is one message."""

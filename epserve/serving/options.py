@@ -68,6 +68,7 @@ class ClientOptions:
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", message),
             ("grpc.max_send_message_length", message),
+            ("grpc.http2.max_frame_size", wire.HTTP2_FRAME_BYTES),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted server is found again soon

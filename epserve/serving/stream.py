@@ -16,6 +16,7 @@ from epserve.errors import DeadlineExceeded, EpserveError, InternalError, Invali
 from epserve.serving import codec, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.calls import Calls
+from epserve.serving.frames import part_frame
 
 FAILURE_WRITE_S = 5.0
 """How long past its deadline a call's failure may take to reach a client that is slow to read."""
@@ -184,7 +185,7 @@ class StreamSession:
         checked, deadline = call.checked, call.deadline
         try:
             tensors, reply = await self._calls.run(checked, call.assembly.finish(), deadline, self._caller)
-            frames = wire.reply_frames(call.number, tensors, reply)
+            frames = wire.reply_frames(call.number, tensors, reply, part_frame)
         except Exception as error:
             failure = status.failure_of(error, checked.request_id)
             self._calls.observer.error(failure.code)

@@ -303,8 +303,37 @@ async def test_another_number_of_ranks_without_losing_a_request(engine, paths):
         while load.answers < answers + 5:
             await asyncio.sleep(0.01)
     await load.stop()
-    assert states == ["recovering", "serving"] * 2  # health says so too
+    assert states == ["resizing", "serving"] * 2  # health says so too
     assert engine.status().recoveries == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_as_many_ranks_as_there_are_is_nothing_to_do(engine):
+    before = engine.status()
+    done = await engine.scale(3)
+    assert (done.before, done.after, done.paused_s) == (3, 3, 0)
+    after = engine.status()
+    assert after.generation == before.generation and [r.pid for r in after.ranks] == [r.pid for r in before.ranks]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_change_goes_on_when_its_caller_gives_up(engine, paths, caplog):
+    caplog.set_level("INFO", "epserve.runtime.changes")
+    for ranks in (2, 3):
+        asking = asyncio.ensure_future(engine.scale(ranks))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        end = time.monotonic() + 240
+        while len(engine.status().ranks) != ranks or engine.state() != "serving":
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+        assert f"scale to {ranks} ranks: whoever asked for it has gone; it goes on" in caplog.text
+    x = torch.randn(5, 64)
+    y = await engine.forward(Batch(layer=LAYER, hidden=x, deadline=time.monotonic() + 60))
+    torch.testing.assert_close(y, reference_block(paths["float32"], LAYER)(x), **TOLERANCE)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -15,9 +15,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from ray.exceptions import RayError
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .pool import Pool
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 GROW_RETRY_S = 5.0
 HAND_OUT_TIMEOUT_S = 10.0
@@ -107,9 +109,7 @@ class Changes:
         """
         if self._pool.missing:
             raise NotReady("a lost rank is being replaced, its experts are on no rank; ask again when it is back")
-        self._refuse_two()
-        async with self._one:
-            return await self._rebalance(above, loads or {})
+        return await self._alone(self._rebalance(above, loads or {}), "rebalance")
 
     async def _rebalance(self, above: float, given: dict[int, Sequence[float]]) -> Rebalance:
         pool, start = self._pool, time.monotonic()
@@ -205,18 +205,25 @@ class Changes:
     # Another number of ranks.
 
     async def scale(self, ranks: int) -> Resize:
-        """Raises NotReady while something else changes, ConfigError where the cluster or the model does not allow it."""
-        self._refuse_two()
+        """Raises NotReady while something else changes, ConfigError where the cluster or the model does not allow it.
+
+        It goes on when its caller gives up. As many ranks as there are: nothing happens.
+        """
+        return await self._alone(self._scale(ranks), f"scale to {ranks} ranks")
+
+    async def _scale(self, ranks: int) -> Resize:
         pool = self._pool
-        async with self._one:
-            await self._steady()
-            arrangement = self._for(ranks)
-            before, start = pool.num_ranks, time.monotonic()
-            self._full = None
-            pause = await self._become(arrangement)
-            result = Resize(before=before, after=ranks, seconds=time.monotonic() - start, paused_s=pause)
-            log.info("scale: %s", result)
-            return result
+        await self._steady()
+        if ranks == pool.num_ranks and self._full is None and not pool.missing:
+            log.info("scale: there are %d ranks already", ranks)
+            return Resize(before=ranks, after=ranks, seconds=0.0, paused_s=0.0)
+        arrangement = self._for(ranks)
+        before, start = pool.num_ranks, time.monotonic()
+        self._full = None
+        pause = await self._become(arrangement)
+        result = Resize(before=before, after=ranks, seconds=time.monotonic() - start, paused_s=pause)
+        log.info("scale: %s", result)
+        return result
 
     def _for(self, ranks: int) -> Arrangement:
         """Slots as even as it gets, experts by their load."""
@@ -311,12 +318,39 @@ class Changes:
             await self._pool.supervisor.settled()
             await asyncio.sleep(0.01)
 
-    def _refuse_two(self) -> None:
+    async def _alone(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """`work` to its end, whatever becomes of its caller: half a change is no state to be in. Raises NotReady."""
         if self._one.locked():
+            work.close()
             raise NotReady("another change of ranks or experts is under way; ask again when it is done")
+        await self._one.acquire()  # at once: it is free
 
-    def _background(self, work, name: str = "") -> None:
+        async def to_the_end() -> T:
+            try:
+                return await work
+            finally:
+                self._one.release()
+
+        task = self._background(to_the_end(), name=what)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                log.warning("%s: whoever asked for it has gone; it goes on", what)
+                task.add_done_callback(_tell)
+            raise
+
+    def _background(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         task.set_name(name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _tell(task: asyncio.Task) -> None:
+    """How a change ended that nobody waits for."""
+    if task.cancelled():
+        log.warning("%s: given up, the service stops", task.get_name())
+    elif error := task.exception():
+        log.warning("%s: %s", task.get_name(), error)

@@ -27,7 +27,9 @@ from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "serving", "recovering", "draining", "stopped"]
+State = Literal["starting", "serving", "recovering", "resizing", "draining", "stopped"]
+UP: tuple[State, ...] = ("serving", "recovering", "resizing")
+"""Requests are accepted; in the last two they wait in the queue for the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ class Engine:
     async def forward(self, batch: Batch) -> torch.Tensor:
         """One layer on one batch: `(M, K)` in the model's dtype. Raises only EpserveErrors."""
         scheduler = self._scheduler
-        if scheduler is None or self._state not in ("serving", "recovering"):
+        if scheduler is None or self._state not in UP:
             raise NotReady(f"the service is {self._state}")
         checked = self._check(batch)
         if not checked.num_tokens:
@@ -180,7 +182,7 @@ class Engine:
         return await self._serving_pool().changes.scale(ranks)
 
     def _serving_pool(self) -> Pool:
-        if self._pool is None or self._state not in ("serving", "recovering"):
+        if self._pool is None or self._state not in UP:
             raise NotReady(f"the service is {self._state}")
         return self._pool
 

@@ -1,6 +1,7 @@
 """The gang of ranks: started together, stepped together, arranged anew together.
 
-    start -> serving -> (a rank dies, hangs or raises; a change of size) -> recovering -> serving ... -> stopped
+    start -> serving -> (a rank dies, hangs or raises) -> recovering -> serving ... -> stopped
+    serving -> (another number of ranks) -> resizing -> serving
 
 `Pool` makes and joins the ranks and runs steps on them. `Supervisor` notices that one is gone and rebuilds, `Changes`
 does what somebody asks for: another number of ranks, other places for experts.
@@ -45,7 +46,7 @@ STORE_TIMEOUT_S = 30.0  # a fresh process that imports torch
 
 
 class Pool:
-    """`on_state(state)`: called with "serving" and "recovering". All methods run in one event loop."""
+    """`on_state(state)`: called with "serving", "recovering" and "resizing". All methods run in one event loop."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Pool:
         plan: RankPlan,
         *,
         device: str,
-        on_state: Callable[[Literal["serving", "recovering"]], None],
+        on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))

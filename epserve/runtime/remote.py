@@ -93,7 +93,7 @@ class RemoteEngine:
 
     async def forward(self, batch: Batch) -> torch.Tensor:
         """As the engine's. Raises only EpserveErrors."""
-        if self._link is not None and self._state not in ("serving", "recovering"):
+        if self._link is not None and self._state not in ("serving", "recovering", "resizing"):
             raise NotReady(f"the service is {self._state}")
         routed = () if batch.ids is None or batch.weights is None else (batch.ids, batch.weights)
         header = {

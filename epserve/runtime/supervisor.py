@@ -106,7 +106,7 @@ class Supervisor:
         assert not self.rebuilding
         self.cause = cause
         self._pool.serving.clear()
-        self._pool.on_state("recovering")
+        self._pool.on_state("resizing" if planned else "recovering")
         self._rebuilding = asyncio.ensure_future(self._rebuild(planned))
         return self._rebuilding
 

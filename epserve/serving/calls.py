@@ -189,6 +189,7 @@ class Calls:
                 decoded = await _maybe_in_thread(checked.nbytes, self.door.decode, checked, buffers)
                 decoded_at = time.perf_counter()
                 watch.decoded()
+                left_out: set[int] = set()
                 if checked.tokens:
                     batch = Batch(
                         layer=checked.layer,
@@ -200,6 +201,7 @@ class Calls:
                         client=caller.name,
                         priority=checked.priority,
                         trace=watch.trace,
+                        left_out=left_out,
                     )
                     with self._step_times.of(checked.request_id) as times:
                         out = await self.engine.forward(batch)
@@ -215,7 +217,8 @@ class Calls:
                 steps_us=round(times.steps * 1e6),
             )
             watch.sent, status = out.nbytes, "OK"
-            return tensors, pb.ForwardReply(request_id=checked.request_id, timings=timings)
+            reply = pb.ForwardReply(request_id=checked.request_id, timings=timings, left_out_experts=sorted(left_out))
+            return tensors, reply
         except TimeoutError as error:
             status = "DEADLINE_EXCEEDED"
             raise DeadlineExceeded(

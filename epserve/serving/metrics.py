@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from epserve import __version__
 from epserve.serving.load import Layout, hottest
 
-STATES = ("starting", "serving", "recovering", "draining", "stopped", "disconnected")
+STATES = ("starting", "serving", "recovering", "resizing", "draining", "stopped", "disconnected")
 COUNTED = (
     "generation", "queue_tokens", "steps", "recoveries", "replayed_requests", "spares", "rebalances", "rebalances_skipped",
     "front_ends",

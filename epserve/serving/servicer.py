@@ -136,6 +136,9 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             spares=engine.spares,
             rebalances=engine.rebalances,
             rebalances_skipped=engine.rebalances_skipped,
+            missing_experts=[
+                pb.LayerExperts(layer=layer, experts=experts) for layer, experts in engine.missing_experts.items()
+            ],
             front_ends=engine.front_ends,
         )
 

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -284,14 +284,23 @@ def share_parts(parts: Sequence[int], tokens_per_rank: Sequence[int]) -> list[li
     return shares
 
 
-def shards(step: JoinedStep, tokens_per_rank: Sequence[int]) -> list[list[torch.Tensor]]:
-    """What each rank gets: its rows of hidden states, and of ids and weights where the step is routed."""
+def plain(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def shards(
+    step: JoinedStep, tokens_per_rank: Sequence[int], empty: Callable[..., torch.Tensor] = plain
+) -> list[list[torch.Tensor]]:
+    """What each rank gets: its rows of hidden states, and of ids and weights where the step is routed.
+
+    empty: (shape, dtype) -> a tensor for the rows of several requests. A single one's are not copied.
+    """
     names = ("hidden",) if step.key[1] == "block" else ("hidden", "ids", "weights")
     per_rank: list[list[torch.Tensor]] = []
     first = 0
     for count in tokens_per_rank:
         rows = list(_rows(step.pieces, first, first + count))
-        per_rank.append([_gather(step, rows, name) for name in names])
+        per_rank.append([_gather(step, rows, name, empty) for name in names])
         first += count
     return per_rank
 
@@ -326,8 +335,11 @@ def _rows(pieces: Sequence[Piece], start: int, stop: int):
         offset += piece.num_tokens
 
 
-def _gather(step: JoinedStep, rows, name: str) -> torch.Tensor:
+def _gather(step: JoinedStep, rows, name: str, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
     parts = [getattr(batch, name)[low:high] for batch, low, high in rows]
     if not parts:
         return getattr(step.pieces[0].item.batch, name)[:0].contiguous()
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat(parts, out=empty(shape, parts[0].dtype))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -203,8 +204,9 @@ class Pool:
         return out_MK
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that reaches the ranks of this host without a copy, while there is room for such ones."""
-        shared = self.arena.empty(shape, dtype) if self.arena is not None else None
+        """A tensor that reaches the ranks of this host without a copy, while there is room for such ones; small ones are sent."""
+        worth = math.prod(shape) * dtype.itemsize > INLINE_BYTES
+        shared = self.arena.empty(shape, dtype) if self.arena is not None and worth else None
         return shared if shared is not None else torch.empty(shape, dtype=dtype)
 
     def buffer(self, nbytes: int) -> Any:

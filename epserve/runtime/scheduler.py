@@ -29,7 +29,7 @@ from epserve.errors import (
 )
 from epserve.worker import StepPlan
 
-from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, shards, split_evenly
+from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, plain, shards, split_evenly
 from .records import StepPart, StepRecord
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Scheduler:
         serve_without: what a step had to do without is noted in the request; False: the request gets ExpertsMissing.
         """
         self._config, self._ranks, self._wait, self._serve_without = config, ranks, wait_for_ranks, serve_without
+        self._empty = getattr(ranks, "empty", plain)  # ranks may have memory that they share with this process
         self._queue = StepQueue()
         self._open: dict[Item, None] = {}  # accepted, and not answered yet; in the order of arrival
         self._queued: Counter[int] = Counter()  # tokens of those, per layer
@@ -216,7 +217,7 @@ class Scheduler:
         self._next_step += 1
         start = time.monotonic()
         try:
-            out_MK = await self._ranks.step(plan, shards(step, tokens_per_rank))
+            out_MK = await self._ranks.step(plan, shards(step, tokens_per_rank, self._empty))
         except RankFailed as error:
             self._replay(step, error)
             return

@@ -17,6 +17,11 @@ from tests.fake_engine import FakeEngine, LocalExperts, echo, serving
 from tests.grpc_calls import Frames, connect, encoded, message, status_of, tensor_of, until
 
 
+async def read_all(call) -> None:
+    async for _ in call:
+        pass
+
+
 class TestForward:
     async def test_answers_are_those_of_the_experts(self):
         experts = LocalExperts()
@@ -259,6 +264,17 @@ class TestStream:
             await until(lambda: server._calls.in_flight == 1)
             gate.set()
             assert torch.equal((await other.replies(1))[1], torch.ones(1, 32))
+
+    async def test_a_stream_that_breaks_while_a_reply_is_under_way_still_gets_its_status(self):
+        """grpc.aio cannot send a status while the first reply is on its way with the initial metadata."""
+        frames = [pb.RequestFrame(call=1, begin=message(torch.ones(1, 32), layer=99)), pb.RequestFrame(call=2)]
+        payloads = [frame.SerializeToString() for frame in frames]
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+            for _ in range(200):
+                call = channel.stream_stream("/epserve.v1.Experts/ForwardStream")(iter(payloads))
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await asyncio.wait_for(read_all(call), 5)
+                assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     async def test_no_more_than_the_allowed_calls_run_at_once(self):
         gate = asyncio.Event()

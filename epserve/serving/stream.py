@@ -56,6 +56,9 @@ class StreamSession:
 
     async def run(self) -> None:
         """Until the client half-closes or the server drains, and every accepted call has its reply."""
+        # NOTE: now, and not with the first write: an abort while that is under way would want to send it too, which fails,
+        # and the client would wait for a status that never comes.
+        await self._context.send_initial_metadata(())
         reader = asyncio.create_task(self._read())
         draining = asyncio.create_task(self._calls.draining.wait())
         try:

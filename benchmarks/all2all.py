@@ -338,6 +338,17 @@ def print_table(cells: list[dict], names: list[str]) -> None:
         print("| " + " | ".join([*map(str, key), *row]) + " |")
 
 
+def print_ratios(cells: list[dict]) -> None:
+    """What our prepare and finalize cost over the bare calls of the library beneath. fp8 rows are bare quantised beforehand."""
+    at = {
+        (cell["backend"], cell["hidden"], cell["experts"], cell["tokens"]): cell["round trip"]["us"] for cell in cells
+    }
+    for (name, *case), us in at.items():
+        bare = at.get((name.removeprefix("ours_"), *case))
+        if name.startswith("ours_") and bare:
+            print(f"{name} / bare, hidden {case[0]}, {case[1]} experts, {case[2]} tokens: {us / bare:.3f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=tuple(CANDIDATES), default=list(CANDIDATES))
@@ -363,6 +374,7 @@ def main() -> int:
         options.copy_gbps, options.gpu = inbox.get()
     cells, failures = supervise(options.only, options)
     print_table(cells, options.only)
+    print_ratios(cells)
     print(f"{options.world} ranks, {options.gpu or 'no GPU'}; copy to the next GPU: {options.copy_gbps:.0f} GB/s")
     for name, error in failures.items():
         print(f"FAILED {name}: {error}")

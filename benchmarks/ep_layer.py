@@ -17,7 +17,7 @@ import torch.distributed as dist
 import all2all
 import experts
 from benchmarks.all2all import Ranks, Unavailable, elapsed_us, mark, time_graph
-from epserve.modular_kernel import FusedMoEActivationFormat, PrepareFinalizeOptions, RankContext
+from epserve.modular_kernel import FusedMoEActivationFormat, LayerSpec, PrepareFinalizeOptions, RankContext
 from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 
 BATCHED_CAP = 128  # tokens a rank: batched formats lay out this many rows for every expert and rank
@@ -32,8 +32,8 @@ BACKENDS = (
 )
 """Every all-to-all backend but `local`, those with the same experts one after the other."""
 EAGER_CALLS = 20
-KEPT: list[SyntheticLayer] = []
-"""The latest layer of this process: its weights, compiled experts and workspaces serve the next one of the same spec."""
+KEPT: dict[tuple[LayerSpec, str], SyntheticLayer] = {}
+"""By spec and experts, the latest layer of this process: its weights, compiled experts and workspaces serve the next one."""
 
 
 def measure(
@@ -49,8 +49,8 @@ def measure(
     experts_name = fitting_experts(all2all_name, sizes, context)
     batched = FusedMoEActivationFormat.BatchedExperts in experts.REGISTRY.get(experts_name).activation_formats()
     cap = min(BATCHED_CAP, max(tokens)) if batched else max(tokens)
-    reuse = KEPT.pop() if KEPT and KEPT[0].spec == sizes.spec(context.world_size, ranks.device.type) else None
-    KEPT.clear()
+    spec = sizes.spec(context.world_size, ranks.device.type)
+    reuse = KEPT.get((spec, experts_name)) or next((kept for (of, _), kept in KEPT.items() if of == spec), None)
     options = PrepareFinalizeOptions(max_tokens_per_rank=cap)
     layer = SyntheticLayer(
         context, sizes, all2all_name=all2all_name, experts_name=experts_name, options=options, reuse=reuse
@@ -75,7 +75,7 @@ def measure(
         cell |= {"tokens": num_tokens, "us": us, "graph": graphed, "error": max(errors)}
         yield layer, cell | {"tokens_per_s": num_tokens * ranks.world / us * 1e6}
     layer.close()
-    KEPT.append(layer)
+    KEPT[spec, experts_name] = layer
 
 
 def fitting_experts(all2all_name: str, sizes: LayerSizes, context: RankContext) -> str:

@@ -113,6 +113,8 @@ class SyntheticLayer:
     kernel: FusedMoEModularKernel
     raw_weights: ExpertWeights
     """As made, before the experts class saw them."""
+    warm_rows: int
+    """Most rows that the experts are compiled for."""
 
     def __init__(
         self,
@@ -136,9 +138,9 @@ class SyntheticLayer:
         prepare_finalize = self.manager.get_handle(self.spec, options)
         fused: FusedMoEExpertsModular
         if reuse is not None and same and type(reuse.kernel.fused_experts) is chosen:
-            fused = reuse.kernel.fused_experts
+            fused, self.warm_rows = reuse.kernel.fused_experts, reuse.warm_rows
         else:
-            fused = chosen(self.spec)
+            fused, self.warm_rows = chosen(self.spec), 0
         spaces = reuse.kernel.workspaces if reuse is not None else Workspaces(ranks.device)
         self.kernel = FusedMoEModularKernel(prepare_finalize, fused, workspaces=spaces)
         first, end = self.spec.layout.offsets[ranks.rank : ranks.rank + 2]
@@ -155,7 +157,10 @@ class SyntheticLayer:
     def warm_up(self) -> None:
         """Compile for every batch up to the cap. The workspaces may still grow for another layer that shares them."""
         self.kernel.workspaces.reserve(self.kernel.workspace_shapes())
-        self.kernel.fused_experts.warm_up(self.weights, self.kernel.prepare_finalize.max_rows())
+        rows = self.kernel.prepare_finalize.max_rows()
+        if self.warm_rows < rows:
+            self.kernel.fused_experts.warm_up(self.weights, rows)
+            self.warm_rows = rows
 
     def gate(self, x_MK: torch.Tensor) -> Routing:
         return route(x_MK, self.gate_weights, self.sizes.gate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -48,9 +50,10 @@ class CutlassExperts(LibraryGemmExperts):
     def multiply(self, x: Operand, weights: ExpertWeights, *, first: bool, out: torch.Tensor | None) -> torch.Tensor:
         w_eKN = (weights.w13_eNK if first else weights.w2_eKN).transpose(1, 2)
         assert x.ends is not None
-        if x.scales is None:
+        w_scales = self._channel_scales(weights, first)
+        if x.scales is None or w_scales is None:
             return F.grouped_mm(x.rows, w_eKN, offs=x.ends)
-        return scaled_grouped_mm(x.rows, w_eKN, x.scales, self._channel_scales(weights, first), x.ends)
+        return scaled_grouped_mm(x.rows, w_eKN, x.scales, w_scales, x.ends)
 
     def _channel_scales(self, weights: ExpertWeights, first: bool) -> torch.Tensor | None:
         scale, width = (weights.s13, weights.w13_eNK.shape[1]) if first else (weights.s2, weights.w2_eKN.shape[1])
@@ -72,5 +75,6 @@ def scaled_grouped_mm(
     if (private := getattr(torch, "_scaled_grouped_mm", None)) is not None:  # torch 2.8 to at least 2.13
         return private(x_SK, w_eKN, x_scales, w_scales, offs=ends_e, out_dtype=torch.bfloat16, use_fast_accum=True)
     rows = F.ScalingType.RowWise
-    return F.scaled_grouped_mm(x_SK, w_eKN, x_scales, rows, w_scales, rows, offs=ends_e, output_dtype=torch.bfloat16,
+    public: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]
+    return public(x_SK, w_eKN, x_scales, rows, w_scales, rows, offs=ends_e, output_dtype=torch.bfloat16,
                                use_fast_accum=True)  # fmt: skip

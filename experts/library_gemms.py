@@ -79,7 +79,8 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
         if x.shape[0] == 0 or weights.num_experts == 0:
             return output.zero_()
         run = self.launcher()
-        b, ends, owner, h, y = self._carve(*regions(workspace), *ids.shape, weights.num_experts)
+        num_rows, top_k = ids.shape
+        b, ends, owner, h, y = self._carve(*regions(workspace), num_rows, top_k, weights.num_experts)
         assert b.counts is not None and b.h is not None, "carved from real memory"
         self._place(b, ids, ends, owner, weights.num_experts)
         run.quantise_tokens(b, x, prepared.scales, ids, weights, expand=True)

@@ -3,9 +3,21 @@
 import pytest
 import torch
 
-from epserve.errors import CheckpointError
-from epserve.modular_kernel import ExpertLayout, ExpertShape, LayerSpec, QuantConfig
+import all2all
+import experts
+from all2all.local import LocalPrepareAndFinalize
+from epserve.errors import CheckpointError, Incompatible
+from epserve.modular_kernel import (
+    Backends,
+    ExpertLayout,
+    ExpertShape,
+    LayerSpec,
+    QuantConfig,
+    UnquantizedFusedMoEMethod,
+    why_not,
+)
 from epserve.modular_kernel.methods_quant import (
+    CompressedTensorsW8A8Fp8MoECutlassMethod,
     CompressedTensorsW8A8Fp8MoEMethod,
     CompressedTensorsW8A8Int8MoEMethod,
     Fp8MoEMethod,
@@ -14,6 +26,8 @@ from epserve.modular_kernel.methods_quant import (
     Mxfp4MoEMethod,
 )
 from epserve.modular_kernel.quantization import FP8
+from epserve.rank_plan import method_for
+from experts.cutlass import CutlassExperts
 
 K, N, E = 256, 128, 3
 SHAPES = {"gate_proj": (N, K), "up_proj": (N, K), "down_proj": (K, N)}
@@ -179,3 +193,52 @@ def test_a_layer_of_another_scheme_is_refused():
     spec = LayerSpec(shape=shape, layout=ExpertLayout.even(E, 1), quant=QuantConfig(scheme="int8_channel"))
     with pytest.raises(CheckpointError, match="stores fp8_block, fp8_tensor"):
         Fp8MoEMethod(spec, backends=None)
+
+
+def _cutlass_method(**preferences):
+    shape = ExpertShape(hidden=K, intermediate=N, num_experts=E, top_k=2)
+    spec = LayerSpec(
+        shape=shape, layout=ExpertLayout.even(E, 1), device="cuda", quant=QuantConfig(scheme="fp8_channel")
+    )
+    backends = Backends(all2all=all2all.REGISTRY, experts=experts.REGISTRY, **preferences)
+    return CompressedTensorsW8A8Fp8MoECutlassMethod(spec, backends)
+
+
+def test_the_cutlass_method_reads_the_same_and_multiplies_with_cutlass_alone(monkeypatch):
+    stored = [per_channel(floats(seed)) for seed in range(E)]
+    got, config = CompressedTensorsW8A8Fp8MoECutlassMethod.weights(stored)
+    want, _ = CompressedTensorsW8A8Fp8MoEMethod.weights(stored)
+    assert config.scheme == "fp8_channel"
+    assert all(torch.equal(got.tensors()[name].float(), value.float()) for name, value in want.tensors().items())
+    monkeypatch.setattr(CutlassExperts, "unavailable", classmethod(lambda cls: None))
+    assert isinstance(_cutlass_method().make_experts(LocalPrepareAndFinalize), CutlassExperts)
+    assert isinstance(
+        _cutlass_method(prefer_experts=("triton", "cutlass")).make_experts(LocalPrepareAndFinalize), CutlassExperts
+    )
+    with pytest.raises(Incompatible, match="multiplies with 'cutlass', configured is triton"):
+        _cutlass_method(prefer_experts=("triton",)).make_experts(LocalPrepareAndFinalize)
+    monkeypatch.setattr(CutlassExperts, "unavailable", classmethod(lambda cls: "no CUDA device"))
+    with pytest.raises(Incompatible, match="cutlass: no CUDA device"):
+        _cutlass_method().make_experts(LocalPrepareAndFinalize)
+
+
+def test_a_service_takes_the_cutlass_method_by_the_backends_name():
+    assert method_for("fp8_channel") is CompressedTensorsW8A8Fp8MoEMethod
+    assert method_for("fp8_channel", "triton") is CompressedTensorsW8A8Fp8MoEMethod
+    assert method_for("fp8_channel", "cutlass") is CompressedTensorsW8A8Fp8MoECutlassMethod
+    assert method_for("none", "cutlass") is UnquantizedFusedMoEMethod
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "reason"),
+    [
+        ("fp8_block", torch.bfloat16, "quantisation fp8_block"),
+        ("none", torch.float16, "compute in bfloat16, not float16"),
+        ("fp8_channel", torch.bfloat16, None),
+    ],
+)
+def test_what_cutlass_has_is_in_its_record(scheme, dtype, reason):
+    shape = ExpertShape(hidden=K, intermediate=N, num_experts=E, top_k=2, dtype=dtype)
+    spec = LayerSpec(shape=shape, layout=ExpertLayout.even(E, 1), device="cuda", quant=QuantConfig(scheme=scheme))
+    reasons = why_not(LocalPrepareAndFinalize.capability, CutlassExperts.capability, spec)
+    assert (reason in reasons[0]) if reason else reasons == ()

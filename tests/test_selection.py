@@ -54,6 +54,20 @@ class NanExperts(GroupedMMExperts):
         return output.fill_(float("nan"))
 
 
+class ThrowingExperts(GroupedMMExperts):
+    def apply(self, output, prepared, *, weights, workspace):
+        raise ValueError("not for so many")
+
+
+class FullExperts(GroupedMMExperts):
+    """No memory for more than 16 rows."""
+
+    def apply(self, output, prepared, *, weights, workspace):
+        if prepared.x.shape[0] > 16:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return super().apply(output, prepared, weights=weights, workspace=workspace)
+
+
 class FailingExperts(GroupedMMExperts):
     def warm_up(self, weights, max_rows):
         raise RuntimeError("no compiler on this machine\nand more")
@@ -222,6 +236,7 @@ def test_two_batches_in_flight():
         (WrongExperts, "differs from that of a by 0.3"),
         (NanExperts, "differs from that of a by nan"),
         (FailingExperts, "RuntimeError: no compiler on this machine"),
+        (ThrowingExperts, "for 1 rows: ValueError: not for so many"),
     ],
 )
 def test_a_broken_candidate_serves_nothing(broken, reason):
@@ -233,6 +248,15 @@ def test_a_broken_candidate_serves_nothing(broken, reason):
     (line,) = [line for line in experts.explain() if "left out" in line]
     assert line.startswith("experts b left out:") and reason in line and "\n" not in line
     assert torch.equal(run(experts, batch(100)), run(GroupedMMExperts(SPEC), batch(100)))
+
+
+def test_without_memory_larger_batches_are_not_timed(caplog):
+    candidates = {"a": GroupedMMExperts(SPEC), "b": FullExperts(SPEC)}
+    experts = MeasuredExperts(SPEC, candidates, measuring=Measuring(budget_s=LONG))
+    experts.warm_up(weights(), 256)
+    assert [choice.rows for choice in experts.choices()] == [1, 4, 16] and not experts.left_out
+    assert experts.choice(64) == experts.choice(5000) == "a", "its memory is reserved anyway"
+    assert "experts for 64 rows and more are not timed: tried to allocate 9 GiB" in caplog.text
 
 
 def test_the_first_candidate_must_work():

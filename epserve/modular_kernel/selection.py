@@ -8,6 +8,7 @@ that choose differently still speak the same all-to-all.
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
@@ -103,6 +104,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         self._timer = timer or (_time_graph if spec.cuda_graph else _time)
         self._per_row = 0.0
         self._warm_rows = -1
+        self._first_from: int | None = None
         self._chosen: dict[int, str] = {}
 
     def choice(self, num_rows: int) -> str:
@@ -116,6 +118,8 @@ class MeasuredExperts(FusedMoEExpertsModular):
         if bucket in self.measuring.overrides:
             return self.measuring.overrides[bucket]
         known = [each for each, times in self.times.items() if each <= bucket and TOO_LONG not in times]
+        if self._first_from is not None and bucket >= self._first_from:
+            known = []
         times = self.times[max(known)] if known else {}
         able = [name for name in self.candidates if name not in self.left_out]
         best = min((times[name] for name in able if name in times), default=None)
@@ -200,6 +204,8 @@ class MeasuredExperts(FusedMoEExpertsModular):
             cache.write(self.times)
         self._warm_rows = max_rows
         self._chosen.clear()
+        if weights.w13_eNK.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the losers allocated is for others
 
     def key(self, weights: ExpertWeights) -> str:
         rows = "every row" if self.every_row else "local rows"
@@ -215,7 +221,12 @@ class MeasuredExperts(FusedMoEExpertsModular):
             if time.perf_counter() - begin + 2 * once > limit:  # at least one run to warm up and one to time
                 self.times |= {each: {TOO_LONG: limit} for each in buckets[done:]}
                 return
-            self._measure_one(bucket, weights, spaces, begin + limit)
+            try:
+                self._measure_one(bucket, weights, spaces, begin + limit)
+            except torch.OutOfMemoryError as error:  # a second workspace beside the kernel's own
+                LOG.warning("experts for %d rows and more are not timed: %s", bucket, str(error).splitlines()[0])
+                self._first_from = bucket  # the one whose memory is reserved anyway
+                return
 
     def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> None:
         """Candidates in turn, so that a machine that slows down slows all of them."""
@@ -229,7 +240,13 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
         want = run(able[0], batches[0]).float().clone()
         for name in able[1:]:
-            got = run(name, batches[0]).float()
+            try:
+                got = run(name, batches[0]).float()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._leave_out(name, f"for {bucket} rows: {type(error).__name__}: {error}".splitlines()[0][:200])
+                continue
             apart = float((got - want).norm() / want.norm().clamp(min=1e-30))
             if not apart <= APART:  # NaN is apart, too
                 text = f"its result for {bucket} rows differs from that of {able[0]} by {apart:.2g} (relative L2)"
@@ -241,7 +258,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 break
             for name in able:
                 batch = batches[repeat % sets]
-                seen[name].append(self._timer(lambda name=name, batch=batch: run(name, batch)))
+                seen[name].append(self._timer(functools.partial(run, name, batch)))
         self.times[bucket] = {name: statistics.median(values) for name, values in seen.items()}
 
     def _leave_out(self, name: str, reason: str) -> None:

@@ -56,7 +56,8 @@ class SummedExperts(FusedMoEExpertsModular):
 
     def _piece_of(self, piece: Prepared, weights: ExpertWeights, workspace: Workspace) -> torch.Tensor:
         assert piece.routing is not None
-        shapes = self.inner.workspace_shapes(*piece.routing.ids_Mt.shape, weights.num_experts)
+        num_rows, top_k = piece.routing.ids_Mt.shape
+        shapes = self.inner.workspace_shapes(num_rows, top_k, weights.num_experts)
         slots_at = _aligned(nbytes(shapes.workspace2, shapes.dtype))
         own = Workspace(
             workspace13=view(workspace.workspace13, shapes.workspace13, shapes.dtype),

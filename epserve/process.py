@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from epserve.cluster import node
 from epserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ Listen = Callable[[Callable[[], None]], None]
 
 
 async def until_signalled(work: Callable[[Listen], Coroutine]) -> None:
-    """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second signal acts as by default."""
+    """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second one ends the process and all it started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -29,6 +31,7 @@ async def until_signalled(work: Callable[[Listen], Coroutine]) -> None:
         stop.set()
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(each)
+            signal.signal(each, _at_once)  # not through the loop, which may be what is stuck
 
     def listen(reload: Callable[[], None] | None = None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -37,7 +40,22 @@ async def until_signalled(work: Callable[[Listen], Coroutine]) -> None:
             loop.add_signal_handler(signal.SIGHUP, reload)
 
     listen()
-    await _until(stop, work(listen))
+    try:
+        await _until(stop, work(listen))
+    finally:
+        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            loop.remove_signal_handler(number)
+            signal.signal(number, usual)
+
+
+def _at_once(number: int, frame: Any) -> None:
+    """Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
+
+    NOTE: no clean-up by Python's or Ray's own hooks, which wait ten seconds for a start that is under way.
+    """
+    log.warning("%s again: stopping at once", signal.Signals(number).name)
+    node.end(node.descendants({os.getpid()}), 0.0)
+    os._exit(128 + number)
 
 
 def claim(ready_file: Path) -> None:

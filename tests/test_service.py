@@ -3,7 +3,11 @@
 import asyncio
 import json
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -66,3 +70,37 @@ async def test_a_signal_while_the_ranks_load_ends_it_too(parts, tmp_path):
     await asyncio.wait_for(task, 5)
     assert parts.history == ["closed"]
     assert not ready.exists()
+
+
+STUCK = """
+import asyncio, subprocess, sys, time
+from epserve.process import until_signalled
+
+async def work(listen):
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid, flush=True)
+    await asyncio.to_thread(time.sleep, 30)  # a start that cannot be cancelled
+
+asyncio.run(until_signalled(work))
+"""
+
+
+async def test_a_second_signal_ends_a_start_at_once_and_what_it_started():
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    child = int(await asyncio.to_thread(process.stdout.readline))
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(process.wait, 10) == 128 + signal.SIGINT
+    assert time.monotonic() - start < 10
+    await until(lambda: not alive(child))
+
+
+def alive(pid):
+    """A zombie waits for its parent only."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

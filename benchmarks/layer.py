@@ -214,7 +214,9 @@ def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
     row |= {f"{name}_us": at[name]["us"] for name in ("gate", "shared") if name in at}
     pairs = tokens * 8  # top-8, as many as every rank sends
     dtype = DTYPES[scheme]
-    peers = {"stored": best_peer(dtype, pairs), "rate": best_rate(dtype, pairs)}
+    peers = {"stored": best_peer(dtype, pairs)}
+    if rate := best_rate(dtype, pairs):
+        peers["rate"] = rate
     peers["floor"] = {"peer": "none", "us": floor_us(dtype, pairs), "how": "the chip's rate"}
     for name in ("torch", "cutlass", "deepgemm"):
         if f"peer_{name}" in at:
@@ -236,7 +238,7 @@ def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
 
 
 def print_rows(rows: list[dict]) -> None:
-    for row in rows:
+    for row in (row for row in rows if row["ours_us"]):
         ours = "  ".join(f"{name} {us:.1f}" for name, us in row["ours_us"].items())
         beside = "  ".join(f"{name} {row[f'{name}_us']:.1f}" for name in ("gate", "shared") if f"{name}_us" in row)
         print(f"\n{DTYPES[row['scheme']]}, {row['tokens']} tokens a rank, us: {ours} | {beside}")

@@ -38,8 +38,11 @@ def best_peer(dtype: str, pairs: int, names: tuple[str, ...] = PEERS) -> dict:
     return min(found, key=lambda each: each["us"])
 
 
-def best_rate(dtype: str, pairs: int) -> dict:
-    """What a peer would take at the highest rate that any peer has in any cell of the table: a bound, not a measurement."""
+def best_rate(dtype: str, pairs: int) -> dict | None:
+    """What a peer would take at the highest rate that any peer has in any cell of the table: a bound, not a measurement.
+
+    None where reading the weights takes longer than that: the floor says all then.
+    """
     rates = []
     for row in stored():
         shape = SHAPES[row["shape"]]

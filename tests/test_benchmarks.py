@@ -239,6 +239,7 @@ def test_peers_times_between_and_beyond_the_stored_sizes():
     assert "extrapolated" in beyond["how"]
     for dtype in ("bf16", "fp8_block"):
         rate = peer_times.best_rate(dtype, 32768)
+        assert rate is not None and peer_times.best_rate(dtype, 1024) is None
         assert peer_times.floor_us(dtype, 32768) <= rate["us"] <= peer_times.best_peer(dtype, 32768)["us"]
 
 

@@ -52,11 +52,9 @@ def best_rate(dtype: str, pairs: int) -> dict | None:
     rate, name = max(rates)
     shape = SHAPES[SHAPE]
     us = 6.0 * pairs * shape.hidden * shape.intermediate / rate * 1e6
-    return {
-        "peer": name,
-        "us": max(us, weights_us(dtype, pairs)),
-        "how": f"{rate / 1e12:.0f} TFLOP/s, its best anywhere",
-    }
+    if us < weights_us(dtype, pairs):
+        return None
+    return {"peer": name, "us": us, "how": f"{rate / 1e12:.0f} TFLOP/s, its best anywhere"}
 
 
 def floor_us(dtype: str, pairs: int) -> float:

@@ -332,6 +332,7 @@ class TestBytesThatAreNoMessage:
             ("unary_unary", "/inference.GRPCInferenceService/ModelInfer"),
             ("stream_stream", "/inference.GRPCInferenceService/ModelStreamInfer"),
             ("unary_unary", "/grpc.health.v1.Health/Check"),
+            ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
         ],
     )
     async def test_they_get_a_typed_status(self, kind, method):

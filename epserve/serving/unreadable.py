@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -31,7 +33,22 @@ class UnreadableMessages(grpc.aio.ServerInterceptor):
         behaviour, read = getattr(handler, name), _reader(handler.request_deserializer)
         if not handler.request_streaming:
             read, behaviour = _or_error(read), _refusing(behaviour, handler.response_streaming)
+        elif inspect.isasyncgenfunction(behaviour):
+            behaviour = _ending(behaviour)
         return make(behaviour, request_deserializer=read, response_serializer=handler.response_serializer)
+
+
+def _ending(behaviour: Any) -> Any:
+    """A method that reads a stream and is not ours, such as reflection's: it knows no InvalidRequest."""
+
+    async def stream(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for reply in behaviour(requests, context):
+                yield reply
+        except InvalidRequest as error:
+            await status.abort(context, status.failure_of(error))
+
+    return stream
 
 
 def _reader(deserialise: Any) -> Any:

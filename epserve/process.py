@@ -40,12 +40,8 @@ async def until_signalled(work: Callable[[Listen], Coroutine]) -> None:
             loop.add_signal_handler(signal.SIGHUP, reload)
 
     listen()
-    try:
-        await _until(stop, work(listen))
-    finally:
-        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-            loop.remove_signal_handler(number)
-            signal.signal(number, usual)
+    # The handler of a second signal stays: after this, Python still waits for threads that cannot be cancelled.
+    await _until(stop, work(listen))
 
 
 def _at_once(number: int, frame: Any) -> None:

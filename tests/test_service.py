@@ -44,7 +44,10 @@ class Parts:
 def parts(monkeypatch):
     parts = Parts()
     monkeypatch.setattr(service, "running", parts.running)
-    return parts
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield parts
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

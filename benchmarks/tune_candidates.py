@@ -91,41 +91,51 @@ def _thin(first, second, shape: Shape, m: int, *, size: int, block: bool) -> Non
 
 def _medium(first, second, *, size: int, block: bool) -> None:
     bk = 64 if size == 2 else 128
-    for group in (2, 8):
+    for group, by_expert in ((8, True), (2, False), (8, False)):
+        options = {"bk": bk, "group": group, "by_expert": by_expert}
         for swap in (True, False):
             for stages in (4, 3):
                 if block or not swap:
-                    first(swap=swap, bn=128, bk=bk, group=group, warps=8, stages=stages)
-                second(swap=swap, bn=128, bk=bk, group=group, warps=8 if block else 4, stages=stages)
+                    first(swap=swap, bn=128, warps=8, stages=stages, **options)
+                second(swap=swap, bn=128, warps=8 if block else 4, stages=stages, **options)
         if block:
-            first(bn=128, bk=bk, group=group, warps=8, stages=4, expand=True)
-            second(swap=True, bn=128, bk=bk, group=group, warps=4, stages=4)
-            second(bn=64, bk=bk, group=group, warps=4, stages=4)
+            first(bn=128, warps=8, stages=4, expand=True, **options)
+            second(swap=True, bn=128, warps=4, stages=4, **options)
+            second(bn=64, warps=4, stages=4, **options)
         else:
-            first(bn=64, bk=bk, group=group, warps=4, stages=4)
-            first(swap=True, bn=64, bk=bk, group=group, warps=4, stages=4)
+            first(bn=64, warps=4, stages=4, **options)
+            first(swap=True, bn=64, warps=4, stages=4, **options)
             for expand in (False, True):
-                first(bn=64, bk=bk, group=group, warps=4, stages=4, wide=True, expand=expand)
-                first(bn=128, bk=bk, group=group, warps=4, stages=4, wide=True, expand=expand)
-            second(bn=256, bk=bk, group=group, warps=8, stages=4)
-            second(bn=256, bk=bk, group=group, warps=4, stages=4)
+                first(bn=64, warps=4, stages=4, wide=True, expand=expand, **options)
+                first(bn=128, warps=4, stages=4, wide=True, expand=expand, **options)
+            second(bn=256, warps=8, stages=4, **options)
+            second(bn=256, warps=4, stages=4, **options)
 
 
 def _thick(first, second, *, size: int, block: bool) -> None:
+    """Groups that end with the expert first: they read weights once."""
     bk = 64 if size == 2 else 128
-    for group in (8, 16, 4):
+    for group, by_expert in ((16, True), (8, True), (32, True), (4, True), (8, False), (4, False), (16, False)):
+        options = {"bk": bk, "group": group, "by_expert": by_expert}
         if SPECIALISED:
-            first(bn=128, bk=bk, group=group, specialised=True, expand=True)
-            second(bn=128, bk=bk, group=group, specialised=True)
+            for width in (128,) if block and not by_expert else (64, 128) if block else (256, 128):
+                for dynamic in (True, False) if by_expert else (True,):
+                    special = {"bn": 128, "specialised": True, "width": width, "dynamic": dynamic, **options}
+                    for lag in (0, 2) if by_expert and dynamic else (0,):
+                        first(expand=True, lag=lag, **special)
+                        second(lag=lag, **special)
+                    if group == 16 and dynamic:
+                        second(split=2, **special)
         if block:
-            first(bn=128, bk=bk, group=group, warps=8, stages=4)
-            second(bn=128, bk=bk, group=group, warps=8, stages=4)
-            second(bn=128, bk=bk, group=group, warps=8, stages=4, flat=True)
+            if group == 8:
+                first(bn=128, warps=8, stages=4, **options)
+                second(bn=128, warps=8, stages=4, **options)
+                second(bn=128, warps=8, stages=4, flat=True, **options)
             continue
-        first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True)
-        first(bn=64, bk=bk, group=group, warps=4, stages=3, wide=True)
+        first(bn=128, warps=8, stages=4, wide=True, **options)
+        first(bn=64, warps=4, stages=3, wide=True, **options)
         if group == 8:
-            first(bn=128, bk=bk, group=group, warps=8, stages=4, wide=True, expand=True, flat=True)
-        second(bn=256, bk=bk, group=group, warps=8, stages=4, flat=True)
-        second(bn=128, bk=bk, group=group, warps=4, stages=3)
-        second(swap=True, bn=128, bk=bk, group=group, warps=8, stages=4)
+            first(bn=128, warps=8, stages=4, wide=True, expand=True, flat=True, **options)
+        second(bn=256, warps=8, stages=4, flat=True, **options)
+        second(bn=128, warps=4, stages=3, **options)
+        second(swap=True, bn=128, warps=8, stages=4, **options)

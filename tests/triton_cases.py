@@ -110,7 +110,7 @@ CASES = [
     Case(why="gathered, one accumulator", tokens=70, local=2, total=2, tiles=thick(64, wide=True)),
     Case(why="loops fused", tokens=70, local=2, total=2, tiles=thick(64, expand=True, wide=True, flat=True)),
     Case(why="token tile 128", tokens=90, local=2, total=2, tiles=thick(128, wide=True, expand=True, warps=8)),
-    Case(why="groups end with the expert", tokens=150, local=3, total=3, tiles=thick(64, by_expert=True, group=(1, 2))),
+    Case(why="groups end with the expert", tokens=100, local=2, total=2, tiles=thick(64, by_expert=True, group=(1, 2))),
     Case(why="groups end with the expert, sorted by two launches", tokens=600, local=3, total=6, routing="hot", hidden=128,
          intermediate=128, tiles=thick(64, by_expert=True, expand=True, wide=True, group=(4, 3))),
     Case(why="swapped thick tiles", tokens=70, local=2, total=2, tiles=thick(64, swap=True)),

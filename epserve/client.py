@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +263,11 @@ class AsyncClient(_Endpoint):
             priority=self.options.priority,
         )
         attempts = self._attempts(timeout)
-        once = self._unary if request.small else self._framed
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
                 try:
-                    return await once(request, attempts.remaining())
+                    return await self._once(request, attempts.remaining())
                 except EpserveError as error:
                     wait = attempts.wait_after(request.failed(error))
                 except grpc.RpcError as error:
@@ -294,10 +294,13 @@ class AsyncClient(_Endpoint):
             except grpc.RpcError as error:
                 raise status.error_of_rpc(error) from None
             call.add_done_callback(lambda _: region.lost())
+            region.async_bell = await region.bell.for_asyncio()
             try:
                 yield region
             finally:
                 call.cancel()
+                if region.async_bell is not None:
+                    region.async_bell.close()
         finally:
             region.close()
 
@@ -339,7 +342,12 @@ class AsyncClient(_Endpoint):
                 wait = attempts.wait_after(status.error_of_rpc(error))
             await asyncio.sleep(wait)
 
-    async def _unary(self, request: OutgoingRequest, timeout_s: float) -> Any:
+    async def _once(self, request: OutgoingRequest, timeout_s: float) -> Any:
+        if not request.small:
+            return await self._framed(request, timeout_s)
+        if request.async_bell is not None and not tracing.outgoing(()):  # the doorbell takes no trace context
+            frame = await request.async_bell.call(partial(request.frame, timeout_s), timeout_s)
+            return request.answer(frame)
         message = request.message()
         return request.result(await self._stub.Forward(message, timeout=timeout_s, metadata=self.options.metadata))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from epserve.client import Client, ClientOptions, RetryPolicy
+from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.errors import CallerError, DeadlineExceeded, InvalidRequest, NotReady, UnknownLayer
 from epserve.serving import doorbell as doorbell_module
 from epserve.serving import epserve_pb2 as pb
@@ -188,6 +188,55 @@ async def test_a_bell_that_cannot_be_reached_is_left_alone(monkeypatch):
                 return client.forward(1, torch.ones(2, 32), region=region)
 
         assert (await in_thread(call)).sum() == 64
+        assert rung(server) == 0
+
+
+async def test_asyncio_has_many_calls_on_one_connection():
+    async def slow_echo(batch):
+        await asyncio.sleep(0.02 if batch.hidden[0, 0] % 2 else 0.001)
+        return batch.hidden.clone()
+
+    engine = FakeEngine(slow_echo)
+    async with serving(engine) as server, AsyncClient(server.address, ONCE) as client:
+        async with client.register_region(1 << 20) as region:
+            inputs = [torch.full((3, 32), float(number)) for number in range(100)]
+            results = await asyncio.gather(*(client.forward(1, x, region=region) for x in inputs))
+            assert all(torch.equal(x, y) for x, y in zip(inputs, results, strict=True))
+            assert rung(server) == 100
+            (registration,) = server._doorbell._registrations.values()
+            assert len(registration.connections) == 1
+            with pytest.raises(UnknownLayer):
+                await client.forward(99, inputs[0], region=region)
+            engine.compute = never
+            with pytest.raises(DeadlineExceeded):
+                await client.forward(1, inputs[0], region=region, timeout=0.1)
+            await until(lambda: not engine.running)
+            call = asyncio.create_task(client.forward(1, inputs[0], region=region))
+            await until(lambda: engine.running == 1)
+            call.cancel()
+            await until(lambda: engine.cancelled == 2 and not engine.running)
+            engine.compute = slow_echo
+            assert torch.equal(await client.forward(1, inputs[7], region=region), inputs[7])
+        assert not region.async_bell.usable
+
+
+async def test_asyncio_and_a_service_that_stops_or_cannot_be_reached(monkeypatch):
+    engine = FakeEngine(never)
+    async with (
+        serving(engine) as server,
+        AsyncClient(server.address, ONCE) as client,
+        client.register_region(1 << 16) as region,
+    ):
+        call = asyncio.create_task(client.forward(1, torch.zeros(2, 32), region=region))
+        await until(lambda: engine.running == 1)
+        await server.stop()
+        with pytest.raises(NotReady):
+            await asyncio.wait_for(call, LIMIT_S)
+    async with serving(FakeEngine()) as server, AsyncClient(server.address, ONCE) as client:
+        monkeypatch.setattr(server._doorbell, "name", "epserve-doorbell-elsewhere")
+        async with client.register_region(1 << 16) as region:
+            assert region.async_bell is None
+            assert (await client.forward(1, torch.ones(2, 32), region=region)).sum() == 64
         assert rung(server) == 0
 
 

@@ -13,7 +13,7 @@ from epserve.blocks import ALIGNMENT, Blocks
 from epserve.errors import CallerError, InvalidRequest, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
-from epserve.serving.ring import Bell
+from epserve.serving.ring import AsyncBell, Bell
 
 FOLDER = Path("/dev/shm")
 WORTH_BYTES = 16 << 10
@@ -39,6 +39,7 @@ class ClientRegion:
         self._blocks = Blocks(mapping)
         self._quarantined: list[Any] = []
         self.bell = Bell("", b"")
+        self.async_bell: AsyncBell | None = None
         self._lost = self._closed = False
 
     def request(self) -> pb.HoldRegionRequest:

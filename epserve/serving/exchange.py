@@ -12,7 +12,7 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
 from epserve.serving.frames import part_frame
-from epserve.serving.ring import Bell
+from epserve.serving.ring import AsyncBell, Bell
 
 log = logging.getLogger("epserve.client")
 
@@ -117,9 +117,14 @@ class OutgoingRequest:
         bell = self._region.bell if self._region is not None else None
         return bell if bell is not None and bell.usable else None
 
-    def frame(self, timeout_s: float) -> pb.RequestFrame:
+    @property
+    def async_bell(self) -> AsyncBell | None:
+        bell = self._region.async_bell if self._region is not None else None
+        return bell if bell is not None and bell.usable else None
+
+    def frame(self, timeout_s: float, number: int = 0) -> pb.RequestFrame:
         """The whole request, where it is small."""
-        (frame,) = self.frames(timeout_s)
+        (frame,) = self.frames(timeout_s, number)
         return frame
 
     def answer(self, frame: pb.ReplyFrame) -> Any:

@@ -1,12 +1,16 @@
-"""The client's side of the doorbell (doorbell.py): blocking calls over a few Unix sockets, one call on each at a time."""
+"""The client's side of the doorbell (doorbell.py): blocking calls over a few Unix sockets, one call on each at a time; and
+calls of asyncio over one, many at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from epserve.errors import DeadlineExceeded, NotReady
@@ -66,6 +70,19 @@ class Bell:
         self.usable = False
         self._drop_idle()
 
+    async def for_asyncio(self) -> AsyncBell | None:
+        """None where it cannot be reached."""
+        if not self.usable:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, bell = await loop.create_unix_connection(AsyncBell, "\0" + self._name)
+        except OSError:  # TimeoutError is one
+            return None
+        bell.send(self._key)
+        return bell
+
     def _take(self) -> socket.socket:
         with self._lock:
             if self._idle:
@@ -95,6 +112,71 @@ class Bell:
             sock.close()
             raise
         return sock
+
+
+class AsyncBell(asyncio.Protocol):
+    """Of one region and one event loop. Replies come in any order."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[pb.ReplyFrame]] = {}
+        self._numbers = itertools.count()
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def call(self, frame_of: Callable[[int], pb.RequestFrame], timeout_s: float) -> pb.ReplyFrame:
+        """frame_of: the number of the call -> its frame. Raises DeadlineExceeded, and NotReady when the connection ends."""
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._send_frame(frame_of(number))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise DeadlineExceeded(f"no reply after {timeout_s:g} s") from None
+        finally:
+            if self._waiting.pop(number, None) is not None:  # given up: the server need not go on
+                self._send_frame(pb.RequestFrame(call=number, cancel=pb.Cancel()))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def send(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _send_frame(self, frame: pb.RequestFrame) -> None:
+        data = frame.SerializeToString()
+        self.send(LENGTH.pack(len(data)) + data)
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= LENGTH.size:
+            stop = start + LENGTH.size + LENGTH.unpack_from(received, start)[0]
+            if stop > len(received):
+                break
+            frame = pb.ReplyFrame.FromString(bytes(received[start + LENGTH.size : stop]))
+            future = self._waiting.pop(frame.call, None)
+            if future is not None and not future.done():
+                future.set_result(frame)
+            start = stop
+        del received[:start]
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._transport = None
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(NotReady("the service ended the connection before the reply; it may be stopping"))
 
 
 class _Ring:

@@ -35,3 +35,10 @@ def test_compiles_for_other_gpus(capability):
 
 def test_nothing_compiles_after_warm_up():
     assert " passed" in run("tests/triton_aot/check_late_compiles.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("capability", ["90", "100"])
+def test_what_lies_around_a_librarys_products(capability):
+    assert " passed" in run("tests/triton_aot/check_libraries.py", EPSERVE_TEST_CAPABILITY=capability)

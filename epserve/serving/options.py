@@ -12,7 +12,6 @@ import grpc
 from epserve.errors import ConfigError
 from epserve.serving import tracing, wire
 
-
 HEALTH_NAME = "epserve.v1.Experts"
 
 

@@ -86,7 +86,7 @@ class TritonExperts(FusedMoEExpertsModular):
         """The most that any batch of up to `num_rows` rows takes: smaller ones may split more."""
         key = (num_rows, top_k, num_experts)
         if key not in self._shapes:
-            sizes = [bucket for bucket in BUCKETS if bucket < num_rows] + [num_rows]
+            sizes = {min(size, num_rows) for bucket in BUCKETS for size in (bucket, 2 * bucket)} | {num_rows}
             both = [self._measure(size, top_k, num_experts) for size in sizes]
             self._shapes[key] = WorkspaceShapes(
                 workspace13=(max(a for a, _ in both),), workspace2=(max(b for _, b in both),),

@@ -87,3 +87,23 @@ def test_another_number_of_ranks_takes_what_was_measured_for_as_many_rows_an_exp
     assert "not measured" in why, "other matrices"
     thin = dataclasses.replace(over_two, num_experts=4096)
     assert "not measured" in choose(thin, 1, table, specialised=True)[1], "fewer rows than were ever measured"
+
+
+@pytest.mark.parametrize("table", [{}, shipped("NVIDIA H200")], ids=["rule", "shipped"])
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "intermediate", "local", "total", "top_k"),
+    [("none", 7168, 2048, 32, 64, 8), ("fp8_block", 7168, 2048, 32, 64, 8), ("fp8_tensor", 4096, 14336, 8, 8, 2), ("none", 1024, 512, 4, 4, 3)],
+)  # fmt: skip
+def test_what_is_reserved_for_the_largest_batch_holds_every_smaller_one(
+    table, scheme, hidden, intermediate, local, total, top_k
+):
+    """A smaller batch may split its sums more, and so take more."""
+    shape = ExpertShape(hidden=hidden, intermediate=intermediate, num_experts=total, top_k=top_k, dtype=torch.bfloat16)
+    layout = ExpertLayout.even(total, total // local)
+    experts = TritonExperts(LayerSpec(shape=shape, layout=layout, device="cpu", quant=QuantConfig(scheme=scheme)))
+    experts.table = table
+    for cap in (16, 48, 100, 512, 5000):
+        most = experts.workspace_shapes(cap, top_k, local)
+        for rows in range(1, cap + 1, max(1, cap // 150)):
+            needed = experts._measure(rows, top_k, local)
+            assert needed[0] <= most.workspace13[0] and needed[1] <= most.workspace2[0], (cap, rows)

@@ -21,6 +21,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
     """The high-throughput steps over the newer buffer, which lays a dispatch out itself."""
 
     capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
+    configured = False
 
     def _send(self, x, wanted, most, beside):
         received, ids, weights, handle, done = self.buffer.dispatch(

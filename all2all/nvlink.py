@@ -61,8 +61,8 @@ class Tilings:
     dispatch_many_fp8: Tiling = Tiling(programs=1056, warps=4, block=1024)
     combine_few: Tiling = Tiling(programs=132, warps=4, block=2048)
     combine_many: Tiling = Tiling(programs=264, warps=8, block=4096)
-    dispatch_narrow: Tiling = Tiling(programs=32, warps=16, block=8192)
-    combine_narrow: Tiling = Tiling(programs=32, warps=32, block=8192, tile=2)
+    dispatch_narrow: Tiling = Tiling(programs=32, warps=32, block=8192)
+    combine_narrow: Tiling = Tiling(programs=32, warps=16, block=1024, tile=16)
     launch_early: bool = True
     """Programmatic dependent launch: a kernel is set up while the one before it drains."""
 

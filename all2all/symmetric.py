@@ -263,6 +263,11 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
     return descriptors
 
 
+def one_host(ranks: RankContext) -> bool:
+    """Whether all ranks are on this host. Collective."""
+    return len(set(gather(ranks, _host()))) == 1
+
+
 def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return boot.read().strip()

@@ -22,6 +22,9 @@ class Event:
 
 
 class Config:
+    def __init__(self, num_sms: int):
+        self.num_sms = num_sms
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return 4096 * num_ranks + hidden_bytes
 
@@ -43,10 +46,17 @@ class Buffer:
         dist.barrier(self.group)
         Buffer.living -= 1
 
+    num_sms = 20
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        assert new_num_sms % 2 == 0
+        Buffer.num_sms = new_num_sms
+
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         assert num_ranks in (2, 4, 8)
-        return Config()
+        return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
 
@@ -72,7 +82,8 @@ class Buffer:
         return in_rank.sum(0).int(), None, per_expert, in_rank, Event()
 
     def dispatch(self, x, *, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
-                 num_worst_tokens=0, previous_event=None, async_finish=False, allocate_on_comm_stream=False):  # fmt: skip
+                 num_worst_tokens=0, config=None, previous_event=None, async_finish=False,
+                 allocate_on_comm_stream=False):  # fmt: skip
         rows, scales = x if isinstance(x, tuple) else (x, None)
         assert rows.is_contiguous() and rows.shape[1] * rows.element_size() % 32 == 0, "rows are moved in two halves"
         assert topk_weights.dtype == torch.float32 and torch.isfinite(topk_weights).all()
@@ -101,7 +112,7 @@ class Buffer:
         out = received if scales is None else (received, their_scales)
         return out, ids, weights, [], (sources, rows.shape[0], received.shape[0]), Event()
 
-    def combine(self, x, handle, previous_event=None, async_finish=False, allocate_on_comm_stream=False):
+    def combine(self, x, handle, config=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False):
         sources, num_tokens, num_rows = handle
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[0] == num_rows
         out = torch.zeros((num_tokens, x.shape[1]))
@@ -123,6 +134,7 @@ class Buffer:
 
     def low_latency_dispatch(self, x, topk_idx, num_max, num_experts, *, use_fp8=True, async_finish=False,
                              return_recv_hook=False):  # fmt: skip
+        assert not (async_finish and return_recv_hook), "one or the other"
         assert self.low_latency and self._clean == (num_max, x.shape[1], num_experts), "the buffer was not cleaned"
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] in HIDDEN_SIZES and x.shape[0] <= num_max
         assert topk_idx.dtype == torch.int64 and topk_idx.shape[1] <= 11 and num_experts % self.size == 0
@@ -155,6 +167,7 @@ class Buffer:
     def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, async_finish=False, return_recv_hook=False,
                             out=None):  # fmt: skip
         places, num_tokens, hidden = handle
+        assert not (async_finish and return_recv_hook), "one or the other"
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[2] == hidden
         assert topk_weights.dtype == torch.float32
         home = [(source, token, expert, x[slot, row]) for source, token, expert, slot, row in places]

@@ -92,8 +92,13 @@ def test_another_number_of_ranks_takes_what_was_measured_for_as_many_rows_an_exp
 @pytest.mark.parametrize("table", [{}, shipped("NVIDIA H200")], ids=["rule", "shipped"])
 @pytest.mark.parametrize(
     ("scheme", "hidden", "intermediate", "local", "total", "top_k"),
-    [("none", 7168, 2048, 32, 64, 8), ("fp8_block", 7168, 2048, 32, 64, 8), ("fp8_tensor", 4096, 14336, 8, 8, 2), ("none", 1024, 512, 4, 4, 3)],
-)  # fmt: skip
+    [
+        ("none", 7168, 2048, 32, 64, 8),
+        ("fp8_block", 7168, 2048, 32, 64, 8),
+        ("fp8_tensor", 4096, 14336, 8, 8, 2),
+        ("none", 1024, 512, 4, 4, 3),
+    ],
+)
 def test_what_is_reserved_for_the_largest_batch_holds_every_smaller_one(
     table, scheme, hidden, intermediate, local, total, top_k
 ):

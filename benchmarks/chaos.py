@@ -1,16 +1,20 @@
 """Faults at random moments under load, and every answer compared with the reference.
 
     python -m benchmarks.chaos --faults 100 --out benchmarks/results/chaos.json
+    python -m benchmarks.chaos --faults 500 --dense --heartbeat 1 --limit 2400 --out benchmarks/results/chaos_500.json
 
 Kinds: kill (SIGKILL of a rank), pair (two at once), stop (SIGSTOP for good), slow (SIGSTOP for less than a heartbeat),
-raise (a step that raises on one rank), spare (SIGKILL of the spare), move (experts move), all on CPU ranks of this machine.
-A fault waits for the one before it to be healed. Fails when an answer is wrong, a request is lost, or something hangs.
+raise (a step that raises on one rank), memory (a rank gets no more: RLIMIT_AS at what it has), spare (SIGKILL of the spare),
+move (experts move), all on CPU ranks of this machine; cuts of the network are `benchmarks.chaos_hosts`. A fault waits for the
+one before it to be answered and for all ranks; `--dense` does not wait for the spare, and so makes faults in quick succession.
+Fails when an answer is wrong, a request is lost, something hangs, or the memory of all processes together grows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -26,13 +30,15 @@ from pathlib import Path
 import ray
 import torch
 
+from epserve.cluster import node
 from epserve.config import parse_config
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
 from epserve.runtime.engine import Batch, Engine
 
 LAYER = 1
-WEIGHTS = {"kill": 6, "pair": 1, "stop": 2, "slow": 3, "raise": 4, "spare": 1, "move": 3}
+WEIGHTS = {"kill": 6, "pair": 1, "stop": 2, "slow": 3, "raise": 4, "memory": 2, "spare": 1, "move": 3}
+GROWTH = 1.15  # of all processes' memory between the first and the last fifth of the run
 PHASES = ("any", "idle", "prepare", "experts", "finalize")
 TRIES = 40  # pings to catch a rank in the wanted phase
 HANG_S = 300.0  # not healed by then: the run ends
@@ -67,15 +73,21 @@ class Load:
                 self.wrong += not torch.allclose(y, expected, **TOLERANCE)
                 self.latencies.append(time.monotonic() - start)
 
+    async def ask_once(self, x: torch.Tensor) -> None:
+        y = await self.engine.forward(Batch(layer=LAYER, hidden=x, deadline=time.monotonic() + HANG_S))
+        self.answers += 1
+        self.wrong += not torch.allclose(y, self.reference(x), **TOLERANCE)
+
     async def stop(self) -> None:
         self._stop = True
         await asyncio.wait_for(asyncio.gather(*self._tasks), HANG_S)
 
 
 class Chaos:
-    def __init__(self, engine: Engine, load: Load, seed: int, heartbeat_s: float):
-        self.engine, self.load, self.heartbeat_s = engine, load, heartbeat_s
+    def __init__(self, engine: Engine, load: Load, seed: int, heartbeat_s: float, dense: bool):
+        self.engine, self.load, self.heartbeat_s, self.dense = engine, load, heartbeat_s, dense
         self.chance = random.Random(seed)
+        self.big = 4096
 
     async def fault(self, kind: str) -> dict:
         """Do it, wait until all is well again; what happened."""
@@ -98,8 +110,9 @@ class Chaos:
         }  # fmt: skip
 
     def _whole(self) -> bool:
-        status = self.engine.status()
-        return status.state == "serving" and status.spares == self.engine.config.engine.spares
+        status, engine = self.engine.status(), self.engine.config.engine
+        spares = self.dense or status.spares == engine.spares
+        return status.state == "serving" and len(status.ranks) == engine.ranks and spares
 
     async def _until(self, condition, kind: str) -> None:
         end = time.monotonic() + HANG_S
@@ -150,7 +163,18 @@ class Chaos:
     async def _spare(self, pool, victims) -> bool:
         for spare in pool.spares._ready:
             ray.kill(spare.actor)
-        await self._until(lambda: not self._whole(), "spare")
+        await self._until(lambda: not pool.spares.ready, "spare")
+        return False
+
+    async def _memory(self, pool, victims) -> bool:
+        pid = pool.members[victims[0]].facts.pid
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+        # Small blocks may still come from what its allocator keeps: a request that is larger than any before needs more.
+        x = torch.randn((self.big, 64), generator=torch.Generator().manual_seed(self.big))
+        self.big += 16
+        await self.load.ask_once(x)
         return False
 
     async def _move(self, pool, victims) -> bool:
@@ -176,8 +200,8 @@ async def run(args: argparse.Namespace, path: Path) -> dict:
     load = Load(engine, path, args.clients)
     while engine.status().spares < args.spares:
         await asyncio.sleep(0.1)
-    chaos = Chaos(engine, load, args.seed, args.heartbeat)
-    kinds = chaos.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=args.faults)
+    chaos = Chaos(engine, load, args.seed, args.heartbeat, args.dense)
+    kinds = chaos.chance.choices(args.kinds, [WEIGHTS[kind] for kind in args.kinds], k=args.faults)
     faults: list[dict] = []
     start, memory = time.monotonic(), []
     try:
@@ -186,6 +210,7 @@ async def run(args: argparse.Namespace, path: Path) -> dict:
                 break
             faults.append(await chaos.fault(kind))
             memory.append(_resident_mib())
+            faults[-1]["resident_mib"] = memory[-1]
             print(json.dumps(faults[-1]), flush=True)
         await load.stop()
     finally:
@@ -205,14 +230,36 @@ async def run(args: argparse.Namespace, path: Path) -> dict:
             kind: {"p50": round(statistics.median(each), 3), "max": max(each)} for kind, each in first.items() if each
         },
         "slowest_request_s": round(max(load.latencies), 2),
-        "resident_mib": {"first": memory[0], "last": memory[-1], "peak": max(memory)},
+        "resident_mib": {
+            who: {"first": sizes[0], "last": sizes[-1], "peak": max(sizes)}
+            for who in memory[0] if (sizes := [each[who] for each in memory])
+        },
+        "all_processes_mib": _fifths(memory),
         "each": faults,
     }  # fmt: skip
 
 
-def _resident_mib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() >> 20
+def _resident_mib() -> dict[str, int]:
+    """Of this process (engine and clients), of Ray's and of the ranks, spares and helpers; shared pages count in each."""
+    sizes = {"engine": 0, "ray": 0, "actors": 0}
+    for pid in {os.getpid(), *node.descendants({os.getpid()})}:
+        with contextlib.suppress(OSError):
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+            who = "engine" if pid == os.getpid() else "actors" if title.startswith(b"ray::") else "ray"
+            sizes[who] += pages * resource.getpagesize()
+    return {who: size >> 20 for who, size in sizes.items()}
+
+
+def _fifths(memory: list[dict[str, int]]) -> dict[str, float]:
+    """Medians of the first and the last fifth of all processes' memory; `growth` is their ratio.
+
+    Ranks come and go, so that a single reading says little.
+    """
+    totals = [sum(each.values()) for each in memory]
+    part = max(len(totals) // 5, 1)
+    first, last = statistics.median(totals[:part]), statistics.median(totals[-part:])
+    return {"first_fifth": first, "last_fifth": last, "growth": round(last / first, 3)}
 
 
 def main() -> int:
@@ -223,6 +270,8 @@ def main() -> int:
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--redundant", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--dense", action="store_true", help="no waiting for a new spare between faults")
+    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--heartbeat", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -235,7 +284,8 @@ def main() -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "each"}, indent=1))
-    return 1 if result["wrong"] or result["errors"] else 0
+    grown = len(result["each"]) >= 50 and result["all_processes_mib"]["growth"] > GROWTH
+    return 1 if result["wrong"] or result["errors"] or grown else 0
 
 
 if __name__ == "__main__":

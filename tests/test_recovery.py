@@ -240,6 +240,23 @@ async def test_a_step_that_raises_on_one_rank_is_named_and_survived(engine, refe
     assert engine._pool.recoveries[-1].replaced == ()
 
 
+async def test_a_rank_that_fails_again_is_replaced(engine, reference):
+    """Too little memory, say: a new group does not help it, another process may."""
+    await spare(engine)
+    before = pids(engine)
+    rank = engine._pool.members[1]
+    submit = rank.link.submit
+
+    def spoil(header, tensors, out):
+        return submit(header, [tensors[0][:-1].contiguous()] if "layer" in header and len(tensors[0]) else tensors, out)
+
+    rank.link.submit = spoil
+    await ask(engine, reference)
+    after = pids(engine)
+    assert [after[each] == before[each] for each in range(4)] == [True, False, True, True]
+    assert engine._pool.recoveries[-1].replaced == (1,)
+
+
 async def test_the_deadline_of_a_stuck_step_is_kept(engine):
     hung = pids(engine)[0]
     os.kill(hung, signal.SIGSTOP)

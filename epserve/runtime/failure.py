@@ -28,6 +28,15 @@ CONSEQUENCES = (
     "network error",
 )
 
+# What a process does not recover from: every later call on its device fails, too.
+SPOILT = (
+    "cuda error",
+    "device-side assert",
+    "illegal memory access",
+    "uncorrectable ecc",
+    "cublas_status",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -44,6 +53,11 @@ class Failure:
     def describe(self) -> str:
         step = f", step {self.step}" if self.step >= 0 else ""
         return f"rank {self.rank}{step}, {self.phase}: {self.message}"
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether this rank's process is of no use any more."""
+        return not self.consequence and any(word in self.message.lower() for word in SPOILT)
 
     def as_json(self) -> dict[str, Any]:
         fields = "rank", "phase", "step", "message", "consequence", "trace"

@@ -239,6 +239,7 @@ class Pool:
             failures = _failures(futures)
             _ignore(waiting)
         cause = root_cause(failures)
+        self.supervisor.blame(members[cause.rank], cause)
         text = self.supervisor.cause = _describe(cause, members)
         log.warning("%s\n%s", text, cause.trace)
         raise RankFailed(text)

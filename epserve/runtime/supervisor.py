@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +16,7 @@ from epserve import rank_plan
 from epserve.errors import EpserveError
 from epserve.worker import Arrangement
 
+from .failure import Failure
 from .members import Member
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ LOAD_S = 2.0  # so often the expert load is read, where steps have run since
 PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
 SETTLE_S = (
     5.0  # how long survivors may take to report a step that failed elsewhere: milliseconds, on a crowded machine more
+)
+BLAME_S = (
+    60.0  # a rank that makes two steps fail within this time is replaced: it may lack memory, or its device is ill
 )
 RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between attempts to rebuild; the last one repeats
 
@@ -75,6 +80,8 @@ class Supervisor:
         self.on_missing: Callable[[], None] = lambda: None
         """Called when a recovery has to wait for a process to start."""
         self._silent: set[Member] = set()
+        self._spoilt: set[Member] = set()
+        self._blamed: tuple[Member | None, float] = None, 0.0
         self._rebuilding: asyncio.Task | None = None
         self._heart: asyncio.Task | None = None
 
@@ -115,6 +122,15 @@ class Supervisor:
         while self.rebuilding:
             assert self._rebuilding is not None
             await asyncio.wait([self._rebuilding])
+
+    def blame(self, member: Member, failure: Failure) -> None:
+        """A step failed because of this rank. Its process is replaced where it is spoilt, or failed just before as well."""
+        if failure.consequence:
+            return
+        now, (who, when) = time.monotonic(), self._blamed
+        self._blamed = member, now
+        if failure.spoilt or (who is member and now - when < BLAME_S):
+            self._spoilt.add(member)
 
     async def _watch(self) -> None:
         """Asks all processes and their step threads. A silent one counts as hung, whether a step runs or not."""
@@ -219,6 +235,10 @@ class Supervisor:
         pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
         if pending:
             await asyncio.wait(pending, timeout=SETTLE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pool.steps_done(), SETTLE_S)  # then it is known whose fault it was
+        spoilt, self._spoilt = self._spoilt & set(pool.members), set()
+        await asyncio.gather(*(self._end(member, "fails again and again") for member in spoilt if member.alive))
         stuck = [member for member in pool.members if member.alive and member.link and member.link.num_pending]
         await asyncio.gather(*(self._end(member, "did not leave its step") for member in stuck))
         return [member for member in pool.members if not member.alive]

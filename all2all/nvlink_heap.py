@@ -146,7 +146,10 @@ class Heap:
         )
 
     def take(self) -> Slot:
-        """The slot that was given back last; all ranks take and give back in the same order. HandleError: all in use."""
+        """The first one that is free; all ranks take and give back in the same order. HandleError: all in use.
+
+        NOTE: the first and not the last one used, so that a CUDA graph has the same slots whenever a rank captures it.
+        """
         if not self._free:
             count = self.layout.num_slots
             raise HandleError(
@@ -168,6 +171,7 @@ class Heap:
             stream = torch.cuda.current_stream(self.ranks.device)
             self._last_use[slot.index] = (stream, torch.cuda.is_current_stream_capturing())
         self._free.append(slot)
+        self._free.sort(key=lambda each: -each.index)
 
     def reset(self) -> None:
         self._free = list(reversed(self.slots))

@@ -15,8 +15,8 @@ import torch
 
 from all2all import symmetric
 from all2all.nvlink import NvlinkAll2AllManager, NvlinkPrepareAndFinalize
-from all2all.nvlink_heap import Layout, _explain
-from epserve.errors import ConfigError
+from all2all.nvlink_heap import Heap, Layout, _explain
+from epserve.errors import ConfigError, HandleError
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -212,6 +212,20 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
     ranks = RankContext(device=torch.device("cuda", 0))
     text = symmetric._too_little(ranks, 3 << 30)
     assert text == "3.00 GiB asked, 1.00 of 4.00 GiB free; lower max_tokens_per_rank or batches_in_flight"
+
+
+def test_slots_do_not_depend_on_what_was_in_flight_before():
+    """Ranks capture graphs at moments of their own: the same graph must have the same slots on each."""
+    options = PrepareFinalizeOptions(max_tokens_per_rank=2, batches_in_flight=2)
+    heap = Heap(RankContext(), spec_of(hidden=16, num_experts=8, ranks=1), options, (symmetric.SharedFiles,))
+    for order in ((0, 1), (1, 0)):
+        taken = [heap.take(), heap.take()]
+        assert [slot.index for slot in taken] == [0, 1]
+        with pytest.raises(HandleError, match="2 batches are in flight"):
+            heap.take()
+        for index in order:
+            heap.give_back(taken[index])
+    heap.close(collective=True)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@
 
 One service on one CPU rank of this machine, one client process, a model of two MoE layers loaded with remote experts. For
 each batch size the experts module of the model is called as `generate` calls it; from its time the time between the
-engine's admission and its result, which the reply carries, is taken away. What is left is the client, gRPC over loopback,
-and the server's checks. Medians; the machine's load is written beside them.
+engine's admission and its result is taken away, which the reply to the same request carries, sent in turn with it. What is
+left is the client, gRPC over loopback or the doorbell, and the server's checks. Medians; the machine's load is written
+beside them.
 """
 
 from __future__ import annotations
@@ -55,26 +56,20 @@ def start(folder: Path) -> tuple[subprocess.Popen, str]:
     return process, f"{where['host']}:{where['port']}"
 
 
-def module_ms(experts: torch.nn.Module, batch: tuple, repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        experts(*batch)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return times
-
-
-def engine_ms(address: str, batch: tuple, repeats: int) -> list[float]:
-    """The same requests, for the timings that their replies carry."""
+def both_ms(experts: torch.nn.Module, address: str, batch: tuple, repeats: int) -> tuple[list[float], list[float]]:
+    """Times of the module, and of the engine as the replies to the same requests tell them; in turn, since the machine's load
+    changes."""
     hidden, ids, weights = batch
+    whole, engine = [], []
     with grpc.insecure_channel(address) as channel:
-        stub, times = pb_grpc.ExpertsStub(channel), []
+        stub = pb_grpc.ExpertsStub(channel)
         for _ in range(repeats):
-            with OutgoingRequest(
-                0, hidden, ids.int(), weights, request_id="", region=None, wire_format="plain"
-            ) as request:
-                times.append(stub.Forward(request.message()).timings.engine_us / 1e3)
-        return times
+            begin = time.perf_counter()
+            experts(*batch)
+            whole.append((time.perf_counter() - begin) * 1e3)
+            with OutgoingRequest(0, hidden, ids.int(), weights, request_id="") as request:
+                engine.append(stub.Forward(request.message()).timings.engine_us / 1e3)
+    return whole, engine
 
 
 @torch.no_grad()
@@ -86,8 +81,8 @@ def measure(folder: Path, address: str, repeats: int, shared_memory_bytes: int) 
         for tokens in TOKENS:
             ids = torch.arange(tokens * TOP_K).reshape(tokens, TOP_K) % EXPERTS
             batch = (torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.full((tokens, TOP_K), 0.25))
-            module_ms(experts, batch, repeats // 10)
-            whole, engine = module_ms(experts, batch, repeats), engine_ms(address, batch, repeats)
+            both_ms(experts, address, batch, repeats // 10)
+            whole, engine = both_ms(experts, address, batch, repeats)
             p50 = statistics.median(whole), statistics.median(engine)
             rows.append(
                 {
@@ -105,7 +100,9 @@ def measure(folder: Path, address: str, repeats: int, shared_memory_bytes: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=500)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path, default=RESULT)
+    options = parser.parse_args()
+    repeats, result_file = options.repeats, options.json
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="epserve-benchmark-") as name:
         folder = Path(name)
@@ -118,8 +115,7 @@ def main() -> None:
             process.wait(timeout=60)
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     result = {"machine": machine, "torch": torch.__version__, "hidden": HIDDEN, "dtype": "bfloat16", "rows": rows}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

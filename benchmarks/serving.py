@@ -38,7 +38,7 @@ from epserve.models.demo import write_demo_checkpoint
 from epserve.runtime.engine import Batch
 from epserve.service import running
 
-TOKENS = (1, 64, 4096)
+TOKENS = (1, 16, 64, 1024, 4096)
 CLIENTS = (1, 8, 64)
 CLIENT_TOKENS = 16  # each request of the throughput part
 PACE = 0.7  # of the peak, for the latency under load
@@ -230,7 +230,12 @@ async def measure(options, path: Path) -> dict:
             measurement = Measurement(options, engine, server, pool)
             latency = [await measurement.latency(num_tokens) for num_tokens in options.tokens]
             throughput = [row for way in options.ways for row in await measurement.throughput(way)]
-            return {"latency": latency, "throughput": throughput, "backends": engine.status().backends}
+            result = {"latency": latency, "throughput": throughput, "backends": engine.status().backends}
+            kernel = {row["tokens"]: row["engine_kernel_ms"] for row in latency}
+            if {CLIENT_TOKENS, 64 * CLIENT_TOKENS} <= kernel.keys():
+                # How many times faster the kernel alone is when 64 requests share a step: more is not to be had.
+                result["joining_x_kernel"] = 64 * kernel[CLIENT_TOKENS] / kernel[64 * CLIENT_TOKENS]
+            return result
 
 
 def show(rows: list[dict]) -> None:
@@ -268,6 +273,7 @@ def main() -> None:
                       "backends": result.pop("backends")}  # fmt: skip
     show(result["latency"])
     show(result["throughput"])
+    print("64 requests in one step against one by one, the kernel alone:", result.get("joining_x_kernel"))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -12,7 +12,7 @@ import torch
 from prometheus_client import generate_latest
 
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
-from epserve.errors import CallerError, DeadlineExceeded, InvalidRequest, NotReady, UnknownLayer
+from epserve.errors import CallerError, DeadlineExceeded, InvalidRequest, NotReady, Unauthenticated, UnknownLayer
 from epserve.serving import doorbell as doorbell_module
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.doorbell import KEY_BYTES, MAX_CONNECTIONS, MAX_FRAME_BYTES, METHOD
@@ -238,6 +238,28 @@ async def test_asyncio_and_a_service_that_stops_or_cannot_be_reached(monkeypatch
             assert region.async_bell is None
             assert (await client.forward(1, torch.ones(2, 32), region=region)).sum() == 64
         assert rung(server) == 0
+
+
+async def test_a_call_counts_as_who_registered_the_region_until_his_token_goes(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("aaa name=alice\nbbb name=bob\n")
+    engine = FakeEngine()
+    async with serving(engine, tokens_file=tokens) as server, AsyncClient(server.address, ONCE, token="aaa") as client:
+        async with client.register_region(1 << 16) as region:
+            await client.forward(1, torch.ones(2, 32), region=region)
+            assert [batch.client for batch in engine.seen] == ["alice"]
+            tokens.write_text("bbb name=bob\n")
+            server.reload()
+            with pytest.raises(Unauthenticated, match="withdrawn"):
+                await client.forward(1, torch.ones(2, 32), region=region)
+        assert rung(server) == 2
+    assert len(engine.seen) == 1
+
+
+async def test_without_regions_there_is_no_doorbell():
+    async with serving(FakeEngine(), regions=False) as server:
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_unix_connection("\0" + server._doorbell.name)
 
 
 def key_of(server) -> bytes:

@@ -30,7 +30,7 @@ from epserve.modular_kernel import (
     methods_quant,
     why_not,
 )
-from epserve.modular_kernel.selection import Measuring
+from epserve.modular_kernel.selection import MeasuredExperts, Measuring
 from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.placement import Placement
 
@@ -246,7 +246,10 @@ def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
     """
     spec = path.spec
     here = spec.device == "cpu" or torch.cuda.is_available()
-    backend = experts.REGISTRY.get(path.chosen.experts)(spec if here else replace(spec, device="cpu"))
+    spec = spec if here else replace(spec, device="cpu")
+    names = (path.chosen.experts, *path.chosen.rivals)
+    made = {name: experts.REGISTRY.get(name)(spec) for name in names}
+    backend = MeasuredExperts(spec, made) if path.chosen.rivals else made[path.chosen.experts]
     rows = path.inner_options.max_tokens_per_rank * spec.layout.num_ranks
     count = spec.layout.counts[rank // spec.layout.slices]
     if activation_format(path.chosen) is FusedMoEActivationFormat.Standard:

@@ -46,10 +46,11 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
         raise ConfigError(_nothing(config, plan))
     # One layer is enough: the others have the same shape.
     only = config.model_copy(update={"model": config.model.model_copy(update={"layers": plan.layers[:1]})})
-    counts = plan.spec.layout.counts
-    for num_experts in sorted(set(counts) - {0}):
-        ranks = tuple(rank for rank, count in enumerate(counts) if count == num_experts)
-        worker = Worker(only, RankContext(rank=ranks[0], world_size=len(counts), device=device))
+    layout, num_ranks = plan.spec.layout, config.engine.ranks
+    held = {rank: layout.counts[rank // layout.slices] for rank in range(num_ranks)}
+    for num_experts in sorted(set(held.values()) - {0}):
+        ranks = tuple(rank for rank, count in held.items() if count == num_experts)
+        worker = Worker(only, RankContext(rank=ranks[0], world_size=num_ranks, device=device))
         worker.load()
         lines = worker.time_experts(again=again)
         yield Tuned(ranks=ranks, num_experts=num_experts, choices=worker.experts_choices(), lines=tuple(lines))

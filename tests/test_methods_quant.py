@@ -213,7 +213,8 @@ def test_the_cutlass_method_reads_the_same_and_multiplies_with_cutlass_alone(mon
     monkeypatch.setattr(CutlassExperts, "unavailable", classmethod(lambda cls: None))
     assert isinstance(_cutlass_method().make_experts(LocalPrepareAndFinalize), CutlassExperts)
     assert isinstance(
-        _cutlass_method(prefer_experts=("triton", "cutlass")).make_experts(LocalPrepareAndFinalize), CutlassExperts
+        _cutlass_method(prefer_experts=("triton", "cutlass")).make_experts(LocalPrepareAndFinalize),
+        CutlassExperts,
     )
     with pytest.raises(Incompatible, match="multiplies with 'cutlass', configured is triton"):
         _cutlass_method(prefer_experts=("triton",)).make_experts(LocalPrepareAndFinalize)

@@ -64,6 +64,14 @@ def test_a_start_reads_what_tune_wrote(checkpoint, tmp_path, monkeypatch):
     torch.testing.assert_close(measured, named.step(plan, x, None, None), rtol=1e-4, atol=1e-5)
 
 
+def test_ranks_that_share_experts_by_slices(checkpoint, tmp_path):
+    config = config_for(checkpoint, tmp_path / "times.json", ranks=4, tensor_parallel=2)
+    tuned = list(tune(config))
+    assert [(each.ranks, each.num_experts) for each in tuned] == [((2, 3), 2), ((0, 1), 3)]
+    (key,) = [key for key in json.loads((tmp_path / "times.json").read_text()) if "e3" in key]
+    assert "N16" in key, "half of the intermediate size"
+
+
 def test_no_budget_and_no_file(checkpoint, tmp_path):
     worker = Worker(config_for(checkpoint, tmp_path / "times.json", experts_timing_s=0), RankContext())
     worker.load()

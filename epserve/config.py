@@ -96,6 +96,10 @@ class EngineConfig(_Section):
             raise ValueError(f"cuda_graph_tokens must be ascending and distinct, got {list(self.cuda_graph_tokens)}")
         if self.ranks % self.tensor_parallel:
             raise ValueError(f"ranks {self.ranks} do not divide by tensor_parallel {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and self.cuda_graph_tokens:
+            raise ValueError(
+                "cuda_graph_tokens: steps of ranks that share experts run eagerly, so tensor_parallel must be 1"
+            )
         if self.tensor_parallel > 1 and self.combine_order == "slot":
             raise ValueError("combine_order slot: slices of an expert are added by rank, so tensor_parallel must be 1")
         return self

@@ -181,6 +181,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
         chosen = choose_backends(
             spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=order, here=here
         )
+        _check_cap(chosen, spec, options.max_tokens_per_rank, "max_tokens_per_rank")
         return (PathPlan(chosen=chosen, spec=spec, options=options),)
     named = bool(engine.all2all_candidates)
     passed: list[str] = []
@@ -213,8 +214,18 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
     paths = (replace(found[0], chosen=first), *found[1:])
     if limit := engine.all2all_budget_mib << 20:
         busiest = max(range(spec.layout.num_ranks), key=lambda entry: spec.layout.counts[entry])
-        crossover.check_budget(memory_asked(paths, busiest * spec.layout.slices), limit, setting="engine.all2all_budget_mib")
+        crossover.check_budget(
+            memory_asked(paths, busiest * spec.layout.slices), limit, setting="engine.all2all_budget_mib"
+        )
     return paths
+
+
+def _check_cap(chosen: Chosen, spec: LayerSpec, cap: int, setting: str) -> None:
+    most = all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability.most_tokens
+    slices = spec.layout.slices
+    if most is not None and cap * slices > most:
+        shared = f" of all {slices} ranks that share experts" if slices > 1 else ""
+        raise ConfigError(f"{setting} {cap}: {chosen.all2all} takes at most {most} tokens a rank{shared}; lower it")
 
 
 def with_cap(paths: Iterable[PathPlan], engine: EngineConfig) -> tuple[PathPlan, ...]:
@@ -263,16 +274,10 @@ def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
 
 def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions, low: int) -> PathPlan:
     """Batched formats have blocks of fixed capacity, so that they get a cap of their own; others make rounds."""
-    record = all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability
     if activation_format(chosen) is not FusedMoEActivationFormat.BatchedExperts:
         return PathPlan(chosen=chosen, spec=spec, options=options)
     cap = min(options.max_tokens_per_rank, low)
-    slices = spec.layout.slices
-    if record.most_tokens is not None and cap * slices > record.most_tokens:
-        shared = f" of all {slices} ranks that share experts" if slices > 1 else ""
-        raise ConfigError(
-            f"low_latency_max_tokens {low}: {chosen.all2all} takes at most {record.most_tokens} tokens a rank{shared}; lower it"
-        )
+    _check_cap(chosen, spec, cap, "low_latency_max_tokens")
     return PathPlan(chosen=chosen, spec=spec, options=replace(options, max_tokens_per_rank=cap), cap=cap)
 
 

@@ -199,5 +199,10 @@ def test_the_low_latency_cap_is_checked_against_the_library():
     options = rank_plan.PrepareFinalizeOptions(max_tokens_per_rank=4096)
     with pytest.raises(ConfigError, match="low_latency_max_tokens 600: deepep_ll takes at most 508"):
         rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 600)
+    spec = CASES["bf16"].spec(2)
+    shared = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, slices=2))
+    text = r"max_tokens_per_rank 400: deepep_ll .* 508 tokens a rank of all 2 ranks that share"
+    with pytest.raises(ConfigError, match=text):
+        rank_plan._check_cap(chosen, shared, 400, "max_tokens_per_rank")
     path = rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 128)
     assert (path.cap, path.options) == (128, dataclasses.replace(options, max_tokens_per_rank=128))

@@ -346,6 +346,10 @@ BAD = {
         {"ranks": 3, "tensor_parallel": 3},
         "intermediate size 32 does not divide into 3 slices",
     ),
+    "graphs": (
+        {"ranks": 2, "tensor_parallel": 2, "cuda_graph_tokens": [1]},
+        "run eagerly, so tensor_parallel must be 1",
+    ),
     "slot order": ({"ranks": 2, "tensor_parallel": 2, "combine_order": "slot"}, "combine_order slot"),
     "counts a rank": (
         {"ranks": 4, "tensor_parallel": 2, "experts_per_rank": [2, 2, 2, 2]},

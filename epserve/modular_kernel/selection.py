@@ -178,7 +178,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         Not collective. A candidate that fails here, the first one apart, is left out and serves nothing. A second call for
         no more rows does nothing: after a failure the object goes on in another group.
         """
-        if max_rows <= self._warm_rows:
+        if max_rows <= self._warm_rows or weights.num_experts == 0:
             return
         first = next(iter(self.candidates))
         for name, candidate in self.candidates.items():
@@ -188,8 +188,6 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 if name == first:
                     raise
                 self._leave_out(name, f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        if weights.num_experts == 0:
-            return
         self._per_row = self.spec.shape.top_k / self.spec.shape.num_experts
         cache = TimesCache(self.measuring.cache, self.key(weights))
         able = {name for name in self.candidates if name not in self.left_out}

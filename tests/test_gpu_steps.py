@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/test_gpu_steps.py -q
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 
@@ -13,6 +14,7 @@ import torch
 
 import all2all
 import experts
+from epserve.config import parse_config
 from epserve.errors import ConfigError
 from epserve.models import open_checkpoint
 from epserve.models.demo import write_demo_checkpoint
@@ -30,6 +32,7 @@ from epserve.modular_kernel.graphs import StepGraphs
 from epserve.modular_kernel.in_flight import TwoInFlight
 from epserve.worker import StepPlan
 
+from . import test_gpu_service
 from .cases import reference
 from .ranks import run_ranks
 from .test_worker import make_worker
@@ -271,3 +274,19 @@ def test_two_paths_refuse_a_budget_that_they_exceed(tmp_path):
     ranks = dataclasses.replace(RankContext(), world_size=2, device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"all2all_budget_mib: .* the limit is 1 MiB"):
         make_worker(path, ranks, device="cuda", all2all="measured", all2all_budget_mib=1)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_the_service_with_several_paths_and_graphs(tmp_path, family):
+    """Under Ray, over gRPC: what is measured, captured and halved is the configuration's alone."""
+    need(2, "nvlink")
+    path = tmp_path / family
+    write_demo_checkpoint(family, path, dtype=torch.bfloat16, **test_gpu_service.SIZES)
+    engine = {
+        "ranks": 2, "device": "cuda", "all2all": "measured", "cuda_graph_tokens": [1, 8, 64],
+        "batches_in_flight": 2, "overlap_min_tokens": 256,
+    }  # fmt: skip
+    config = parse_config({"model": {"path": str(path)}, "engine": engine, "server": {"port": 0}})
+    errors, status = asyncio.run(test_gpu_service.answers(config, path))
+    assert max(errors) <= test_gpu_service.TOLERANCE, errors
+    assert "tokens on the busiest rank" in status.backends and "CUDA graphs for up to 1, 8, 64" in status.backends

@@ -1,6 +1,7 @@
 """The engine on a real Ray cluster of its own: four CPU ranks, a tiny checkpoint, transformers as the reference."""
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -327,6 +328,19 @@ async def test_no_running_cluster_to_join(path, monkeypatch):
 
 def refuse(**_):
     raise ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
+
+
+async def test_bytes_go_through_memory_that_the_ranks_share(engine, reference):
+    arena = engine._pool.arena
+    x = engine._pool.empty((300, 64), torch.float32).copy_(tokens(300))
+    got = await engine.forward(batch(300, hidden=x))  # two steps
+    torch.testing.assert_close(got, reference[LAYER](tokens(300)), **TOLERANCE)
+    one = await engine.forward(batch(200))
+    assert arena.offset_of(one) is not None, "the ranks wrote it there"
+    assert all(member.link._arena is arena for member in engine._pool.members)
+    del x, got, one
+    gc.collect()
+    assert arena.room() == (arena.size, arena.size)
 
 
 # The parts beneath, without Ray.

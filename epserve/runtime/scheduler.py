@@ -184,6 +184,7 @@ class Scheduler:
             task = asyncio.ensure_future(self._execute(step))
             self._running.add(task)
             task.add_done_callback(self._ended)
+            del step, task  # what stays in this frame while it waits would keep the tensors of the last step
             await asyncio.sleep(0)  # the task submits to the ranks before the next step is made
 
     async def _wait_for_joiners(self) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,3 +210,16 @@ def test_the_low_latency_cap_is_checked_against_the_library():
         rank_plan._check_cap(chosen, shared, 400, "max_tokens_per_rank")
     path = rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 128)
     assert (path.cap, path.options) == (128, dataclasses.replace(options, max_tokens_per_rank=128))
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_steps_compares_bits_and_writes_every_way(tmp_path):
+    arguments = "--cpu --hidden 64 --intermediate 32 --experts 8 --top-k 2 --tokens 1 4 --shared --json"
+    command = [sys.executable, "-m", "benchmarks.steps", *arguments.split(), str(tmp_path / "steps.json")]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True, timeout=200)
+    found = json.loads((tmp_path / "steps.json").read_text())
+    ways = {(cell["path"], cell["tokens"]): set(cell["us"]) for cell in found["cells"]}
+    for name in ("all_to_all", "allgather_reducescatter"):
+        assert ways[name, 1] == {"eager"} and ways[name, 4] == {"eager", "halves", "in flight"}
+        assert set(found["crossover_us"][name]) == {"1", "4"}
+    assert found["meta"]["world"] == 2 and found["left_out"] == {}

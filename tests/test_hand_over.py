@@ -16,7 +16,7 @@ import epserve.worker
 import experts
 from epserve import rank_plan
 from epserve.config import parse_config
-from epserve.errors import CheckpointError
+from epserve.errors import CheckpointError, NotReady
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import ExpertsCapability, FusedMoEActivationFormat, QuantConfig, RankContext
 from epserve.placement import Placement
@@ -300,6 +300,41 @@ def test_copies_in_host_memory_keep_what_is_the_layers(path):
     got, wanted = copies.load_layer(LAYER, (5, 0), torch.device("cpu")), stored.load_layer(LAYER, (5, 0))
     assert got.experts.a1 is not None
     assert all(same(each, wanted.experts.tensors()[name]) for name, each in got.experts.tensors().items())
+
+
+def test_too_little_memory_for_copies_is_told_before_it_runs_out(path, monkeypatch):
+    stored = Stored(path, "none", False)
+    monkeypatch.setattr("epserve.runtime.copies.free_bytes", lambda: 5 << 20)
+    with pytest.raises(NotReady, match=r"need another 12 MiB of host memory, 5 MiB are free .*spare_weights: host"):
+        HostCopies(stored, EXPERTS, [LAYER] * 5)
+    assert stored.reads == EXPERTS  # one layer
+    HostCopies(stored, EXPERTS, [LAYER])
+
+
+def test_all_of_256_experts_move_at_once_in_bounded_chunks(tmp_path, monkeypatch):
+    """T18: every slot changes; nothing larger than a chunk is in flight, and the old ones serve until all are there."""
+    model = write("deepseek_v3", tmp_path / "many", dtype=torch.float32, num_experts=256)
+    engine = {"device": "cpu", "experts": "loop"}
+    worker = Worker(parse_config({"model": {"path": str(model), "layers": [LAYER]}, "engine": engine}), RankContext())
+    worker.load()
+    worker.warm_up()
+    monkeypatch.setattr(hand_over, "CHUNK_BYTES", 1 << 12)
+    sizes = []
+    real = hand_over._chunks
+    monkeypatch.setattr(hand_over, "_chunks", lambda t: [sizes.append(c.numel()) or c for c in real(t)])
+    x = torch.randn((9, 64), generator=torch.Generator().manual_seed(1))
+
+    def step(version):
+        plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(9,), placement=version)
+        return worker.step(plan, x, None, None)
+
+    before = step(0)
+    placement = dataclasses.replace(worker.plan.placement, version=1, physical_to_logical=tuple(reversed(range(256))))
+    source = PeerSource(worker.held, {}, fallback=worker)
+    assert worker.stage(LAYER, placement, source=source)
+    assert source.came_from == {"here": 256} and max(sizes) <= 1 << 12
+    assert torch.equal(step(0), before)
+    torch.testing.assert_close(step(1), before, rtol=1e-5, atol=1e-6)
 
 
 def test_every_method_is_covered():

@@ -15,6 +15,7 @@ from epserve.models import open_checkpoint
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import ExpertLayout, RankContext
 from epserve.placement import Placement, pack_slots
+from epserve.runtime import changes
 from epserve.runtime.copies import HostCopies
 from epserve.runtime.engine import Batch, Engine
 from epserve.worker import Arrangement, StepError, StepPlan, Worker
@@ -252,6 +253,27 @@ async def test_moves_while_serving(engine, paths):
     assert len(seen) == 5
     assert engine.status().rebalances == 5
     assert engine.status().recoveries == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_memory_on_one_rank_skips_the_layer_and_counts_it(engine, paths, monkeypatch):
+    """T18: all or none, the service goes on."""
+    real, calls = changes.call_all, []
+
+    async def call_all(members, method, *args, **options):
+        done = await real(members, method, *args, **options)
+        calls.append(method)
+        return [None, *done[1:]] if method == "stage" else done
+
+    monkeypatch.setattr(changes, "call_all", call_all)
+    before, held = engine.status().rebalances_skipped, holdings(engine)
+    done = await engine._pool.changes.rebalance(loads={layer: [9.0, *[1.0] * 7] for layer in engine.layers})
+    assert done.skipped == engine.layers and not done.layers
+    assert engine.status().rebalances_skipped == before + len(engine.layers)
+    assert holdings(engine) == held and "adopt" not in calls
+    x = torch.randn(5, 64)
+    y = await engine.forward(Batch(layer=LAYER, hidden=x, deadline=time.monotonic() + 60))
+    torch.testing.assert_close(y, reference_block(paths["float32"], LAYER)(x), **TOLERANCE)
 
 
 @pytest.mark.timeout(600)

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import time
 
+import grpc
 import pytest
 import pytest_asyncio
 import ray
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epserve.config import parse_config
+from epserve.config import ServerConfig, parse_config
 from epserve.errors import DeadlineExceeded, ExpertsMissing, NotReady, RankFailed
 from epserve.models.demo import reference_block
 from epserve.runtime.engine import Batch, Engine
+from epserve.serving.server import Server
 from tests.checkpoints import LAYER, write
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -133,6 +136,51 @@ async def test_kill_an_idle_rank(engine, reference, record_property):
     assert engine._pool.recoveries[-1].by == "spare"
     record_property("noticed_s", round(noticed, 3))
     record_property("recovered_s", round(recovered, 2))
+
+
+async def test_health_is_never_green_while_a_rank_is_dead(engine, reference, record_property):
+    """T26, and SIGTERM to a rank, which ends it in its own way. Polled over gRPC, as a load balancer does."""
+    await spare(engine)
+    server = Server(engine, ServerConfig(port=0))
+    await server.start()
+    names, seen = health_pb2.HealthCheckResponse.ServingStatus, []
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            async def health():
+                return names.Name((await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status)
+
+            assert await health() == "SERVING"
+            victim, start = pids(engine)[1], time.monotonic()
+            os.kill(victim, signal.SIGTERM)
+            while "NOT_SERVING" not in seen or seen[-1] != "SERVING":
+                seen.append(await health())
+                if seen[-1] == "SERVING" and "NOT_SERVING" in seen:
+                    assert victim not in pids(engine)
+                if seen[-1] == "NOT_SERVING" and seen.count("NOT_SERVING") == 1:
+                    record_property("not_serving_after_s", round(time.monotonic() - start, 3))
+                    assert time.monotonic() - start < NOTICE_S
+                assert time.monotonic() - start < BACK_S
+                await asyncio.sleep(0.002)
+            first = seen.index("NOT_SERVING")
+            assert "SERVING" not in seen[first:-1]
+    finally:
+        await server.stop()
+    await ask(engine, reference)
+
+
+@pytest.mark.slow
+async def test_kill_as_each_phase_begins(tmp_path):
+    """T25: a rank ends itself as it enters dispatch, experts and combine; the caller of that step gets the right answer."""
+    out = tmp_path / "recovery.json"
+    words = ["--faults", "prepare", "experts", "finalize", "--repeats", "1", "--ranks", "3", "--heartbeat", "10"]
+    command = [sys.executable, "-m", "benchmarks.recovery", *words, "--out", str(out)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    each = json.loads(out.read_text())["each"]
+    assert [one["fault"] for one in each] == ["prepare", "experts", "finalize"]
+    assert all(one["by"] == "spare" and one["answered_s"] < BACK_S for one in each)
 
 
 @pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=["first", "two at once"])

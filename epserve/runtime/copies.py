@@ -8,20 +8,39 @@ from typing import Any
 
 import torch
 
+from epserve.errors import NotReady
 from epserve.models import LayerWeights
 from epserve.worker import LayerSource
 
 LAYER_WIDE = ("a1", "a2")
 """Tensors of `ExpertWeights` that all experts of a layer share: scales of activations."""
 
+MARGIN = 1.1  # free memory against the bytes of the copies: what else grows meanwhile must not fail
+
+
+def free_bytes() -> int:
+    """Host memory that is left, in bytes."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
 
 class HostCopies:
     """All experts of the served layers in host memory: a source of any rank's weights that needs no file."""
 
     def __init__(self, checkpoint: LayerSource, num_experts: int, layers: Sequence[int]):
-        self._layers = {
-            layer: checkpoint.load_layer(layer, range(num_experts), torch.device("cpu")) for layer in layers
-        }
+        """Raises NotReady with both numbers, before memory runs out: the layers are alike, so the first tells the size."""
+        self._layers: dict[int, LayerWeights] = {}
+        for number, layer in enumerate(layers):
+            self._layers[layer] = checkpoint.load_layer(layer, range(num_experts), torch.device("cpu"))
+            if number == 0:
+                tensors = self._layers[layer].experts.tensors().values()
+                missing = sum(each.numel() * each.element_size() for each in tensors) * (len(layers) - 1)
+                free = free_bytes()
+                if missing * MARGIN > free:
+                    raise NotReady(
+                        f"copies of all experts need another {missing >> 20} MiB of host memory, {free >> 20} MiB are free"
+                        " (engine.spare_weights: host)"
+                    )
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         whole = self._layers[layer]

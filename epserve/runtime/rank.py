@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from epserve import logs, rank_plan
 from epserve.config import Config
+from epserve.errors import NotReady
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.selection import Choice
@@ -139,7 +140,10 @@ class RankActor:
         plan = rank_plan.plan_ranks(self._config, checkpoint.info, device=self._device.type)
         plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
         if self._config.engine.spare_weights == "host":
-            self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
+            try:
+                self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
+            except NotReady as error:  # a spare that reads files is better than none
+                log.warning("this spare will read the checkpoint when it takes over: %s", error)
         gc.freeze()
         return self._facts(uuid)
 

@@ -200,6 +200,20 @@ class NvlinkCopied(Nvlink):
         return super().identity(state).clone()
 
 
+class NvlinkBatched(Nvlink):
+    """A row crosses once for each rank and is laid out expert by expert there."""
+
+    name, max_tokens = "nvlink_batched", LOW_LATENCY_TOKENS
+    reduce = TopKWeightAndReduceDelegate()
+
+    def identity(self, state):
+        return dequantise(state.x)
+
+
+class NvlinkBatchedFp8(NvlinkBatched):
+    fp8 = True
+
+
 class AllToAll(Ours):
     name = "all_to_all"
 
@@ -416,6 +430,8 @@ CANDIDATES: dict[str, type[Candidate]] = {
     "nvlink_fp8": NvlinkFp8,
     "nvlink_spaced": NvlinkSpaced,
     "nvlink_copied": NvlinkCopied,
+    "nvlink_batched": NvlinkBatched,
+    "nvlink_batched_fp8": NvlinkBatchedFp8,
     "nccl_a2a": NcclAllToAll,
     "nccl_ag_rs": NcclAllGatherReduceScatter,
     "deepep_ht_bf16": BareHighThroughput,

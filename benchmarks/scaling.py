@@ -60,7 +60,7 @@ CPU = {
 ALL2ALL = ("nvlink", "nvlink_fp8", "deepep_ht_bf16", "deepep_ht_fp8", "deepep_ll_bf16", "deepep_ll_fp8", "all_to_all",
            "all_to_all_fp8", "allgather_reducescatter", "allgather_reducescatter_fp8", "all_to_all_batched",
            "all_to_all_batched_fp8", "ours_deepep_ht_bf16", "ours_deepep_ht_fp8", "ours_deepep_ll_bf16", "ours_deepep_ll_fp8",
-           "nccl_a2a", "nccl_ag_rs", "deepep_v2", "nvshmem")  # fmt: skip
+           "nvlink_batched", "nvlink_batched_fp8", "nccl_a2a", "nccl_ag_rs", "deepep_v2", "nvshmem")  # fmt: skip
 OURS = tuple(name for name in ALL2ALL if name.startswith(("nvlink", "ours_", "all")))
 ANCHORS = (
     {"what": "dispatch", "tokens": 4096, "unit": "GB/s", "public": 320.0, "by": "UCCL-EP on 8 H200s"},

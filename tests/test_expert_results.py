@@ -4,7 +4,7 @@ import json
 import statistics
 from pathlib import Path
 
-from benchmarks import plot_experts
+from benchmarks import experts_best_of, plot_experts
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = json.loads(plot_experts.RESULT.read_text())["cells"]
@@ -22,3 +22,28 @@ def test_the_page_states_the_mean_and_every_cell():
     for cell in CELLS:
         mark = "*" if cell["run"] == 1 else ""
         assert f"{cell['us']:.0f} ({cell['x_floor']:.2f}, {cell['x_best']:.2f}{mark})" in page
+
+
+def test_cells_are_handed_to_whoever_is_clearly_faster(tmp_path):
+    def file(name, experts, times):
+        cells = [
+            {"shape": "s", "dtype": "bf16", "M": tokens, "us": us, "error": None, "best_us": 10.0, "floor_us": 5.0}
+            for tokens, us in times.items()
+        ]
+        path = tmp_path / name
+        path.write_text(json.dumps({"experts": experts, "cells": cells}))
+        return path
+
+    _, ours = experts_best_of.times(file("ours.json", "triton", {1: 10.0, 4: 10.0, 16: 10.0}))
+    name, theirs = experts_best_of.times(file("cutlass.json", "cutlass", {4: 9.8, 16: 8.0, 64: 1.0}))
+    theirs[("s", "bf16", 16)]["best_us"] = None  # only our file says who is best elsewhere
+    chosen = experts_best_of.best_of(ours, {name: theirs})
+    assert {key[2]: value for key, value in chosen.items()} == {
+        1: ("triton", 10.0),
+        4: ("triton", 10.0),
+        16: ("cutlass", 8.0),
+    }
+    *handed, best, floor = experts_best_of.summary(ours, chosen)
+    assert handed == ["s          bf16          16: cutlass 8.0 us, ours 10.0 us"]
+    assert best == "x_best over 3 cells: ours alone 1.000, handed over 0.928 (worst 1.000)"
+    assert floor == "x_floor over 3 cells: ours alone 2.000, handed over 1.857 (worst 2.000)"

@@ -158,6 +158,8 @@ class SyntheticLayer:
         """Compile for every batch up to the cap. The workspaces may still grow for another layer that shares them."""
         self.kernel.workspaces.reserve(self.kernel.workspace_shapes())
         rows = self.kernel.prepare_finalize.max_rows()
+        if self.shared_weights is not None:
+            self.shared_weights.warm_up()
         if self.warm_rows < rows:
             self.kernel.fused_experts.warm_up(self.weights, rows)
             self.warm_rows = rows
@@ -166,7 +168,7 @@ class SyntheticLayer:
         return route(x_MK, self.gate_weights, self.sizes.gate)
 
     def routed(self, x_MK: torch.Tensor, routing: Routing, tokens_per_rank: Sequence[int]) -> torch.Tensor:
-        """All but the gate: `(M, K)` -> `(M, K)`, the shared expert inside the receive window of the dispatch."""
+        """All but the gate: `(M, K)` -> `(M, K)`, the shared expert inside the windows of dispatch and combine."""
         return self.kernel.forward(
             x_MK, routing, weights=self.weights, tokens_per_rank=tokens_per_rank, shared_experts=self.shared
         )
@@ -222,8 +224,9 @@ def expert_weights(sizes: LayerSizes, numbers: Sequence[int], device: torch.devi
 
 
 def gate_weights(sizes: LayerSizes, device: torch.device) -> GateWeights:
+    """The weight in the layer's dtype, as checkpoints store it; the product is in float32."""
     on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(11)}
-    weight_EK = torch.randn((sizes.num_experts, sizes.hidden), **on) * sizes.hidden**-0.5
+    weight_EK = (torch.randn((sizes.num_experts, sizes.hidden), **on) * sizes.hidden**-0.5).to(sizes.dtype)
     return GateWeights(weight_EK=weight_EK, correction_bias_E=torch.rand(sizes.num_experts, **on) * 0.01)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from epserve.errors import CheckpointError
 from epserve.gate import GateWeights
 from epserve.modular_kernel import Activation, ExpertWeights
 from epserve.modular_kernel.quantization import BLOCK, FP8
-from experts.activation import activate
+from experts import dense
 
 from .families import FAMILIES, Key
 from .info import ConfigReader, ModelInfo
@@ -46,8 +46,21 @@ class SharedExperts:
     gate_1K: torch.Tensor | None = None
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        y_MK = F.linear(activate(F.linear(x_MK, self.w13_SK), self.activation), self.w2_KS)
-        return y_MK if self.gate_1K is None else torch.sigmoid(F.linear(x_MK, self.gate_1K)) * y_MK
+        return self.begin(x_MK)()
+
+    def begin(self, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The first projection; what comes back does the rest. The halves run beside dispatch and beside combine."""
+        h = dense.first_half(x_MK, self.w13_SK, self.w2_KS.shape[1])
+
+        def finish() -> torch.Tensor:
+            y_MK = dense.second_half(h, self.w2_KS, self.activation)
+            return y_MK if self.gate_1K is None else torch.sigmoid(F.linear(x_MK, self.gate_1K)) * y_MK
+
+        return finish
+
+    def warm_up(self) -> None:
+        """Compile what a large batch would otherwise compile first."""
+        self(self.w13_SK.new_zeros((dense.MIN_ROWS if self.w13_SK.is_cuda else 0, self.w13_SK.shape[1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspaces, WorkspaceShapes
 
 SharedExperts = Callable[[torch.Tensor], torch.Tensor]
+"""`(M, K)` -> `(M, K)`. One with a method `begin`, `(M, K)` -> what finishes it, runs in two halves: beside the dispatch and
+beside the combine."""
 
 
 class FusedMoEModularKernel:
@@ -74,7 +76,7 @@ class FusedMoEModularKernel:
         routing: physical ids, checked by the caller (see `check_routing`).
         tokens_per_rank: M of every rank. A batch above the cap becomes rounds, as many on all ranks as the longest
         needs; without this argument the ranks agree on the number by an all-reduce first.
-        shared_experts: `(M, K)` -> `(M, K)`; runs while the dispatch is under way, its result is added to the output.
+        shared_experts: run while rows are under way, see `SharedExperts`; their result is added to the output.
         """
         x_MK = x_MK.contiguous()
         out_MK = torch.empty_like(x_MK)
@@ -103,22 +105,25 @@ class FusedMoEModularKernel:
         return int(longest)
 
     def _round(self, x_MK, routing, out_MK, weights, counts, shared_experts) -> None:
-        pf, shared_MK = self.prepare_finalize, None
+        pf, reduce = self.prepare_finalize, self.fused_experts.finalize_weight_and_reduce_impl()
         self.on_phase("prepare")
-        if shared_experts is None:
+        if shared_experts is None or not pf.has_prepare_no_receive():
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
-        elif pf.has_prepare_no_receive():
-            receive = pf.prepare_no_receive(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
-            shared_MK = shared_experts(x_MK)
-            prepared = receive()
-        else:
-            prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
-            shared_MK = shared_experts(x_MK)
-        y = self.run_experts(prepared, weights, self.workspaces)
+            finish = None if shared_experts is None else begin(shared_experts, x_MK)
+            y = self.run_experts(prepared, weights, self.workspaces)
+            self.on_phase("finalize")
+            pf.finalize(prepared.handle, y, reduce=reduce, out_MK=out_MK)
+            if finish is not None:
+                out_MK += finish()
+            return
+        receive = pf.prepare_no_receive(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
+        finish = begin(shared_experts, x_MK)
+        y = self.run_experts(prepared := receive(), weights, self.workspaces)
         self.on_phase("finalize")
-        pf.finalize(prepared.handle, y, reduce=self.fused_experts.finalize_weight_and_reduce_impl(), out_MK=out_MK)
-        if shared_MK is not None:
-            out_MK += shared_MK
+        receive_out = pf.finalize_no_wait(prepared.handle, y, reduce=reduce, out_MK=out_MK)
+        shared_MK = finish()
+        receive_out()
+        out_MK += shared_MK
 
     def run_experts(self, prepared: Prepared, weights: ExpertWeights, workspaces: Workspaces) -> torch.Tensor:
         """What the experts make of one batch; it lies in `prepared.output` or in `workspaces`, until they are used again."""
@@ -128,6 +133,15 @@ class FusedMoEModularKernel:
         if output is None or (output.shape, output.dtype) != (torch.Size(shapes.output), shapes.output_dtype):
             output = workspace.output
         return self.fused_experts.apply(output, prepared, weights=weights, workspace=workspace)
+
+
+def begin(shared_experts: SharedExperts, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What has two halves does its first one now, anything else all of it."""
+    halves = getattr(shared_experts, "begin", None)
+    if halves is not None:
+        return halves(x_MK)
+    shared_MK = shared_experts(x_MK)
+    return lambda: shared_MK
 
 
 def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, num_experts: int) -> Routing:

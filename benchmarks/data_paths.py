@@ -1,8 +1,9 @@
 """What it costs to bring activations to the service and back: `python -m benchmarks.data_paths [--tokens N ...]`.
 
 A real server in a process of its own around an engine that returns its input, so that all time is the data path's: inline
-bytes in frames, fp8 in frames, a registered region, each over TCP loopback and over a Unix-domain socket; beside the time
-that the same bytes take there and back over a raw TCP socket.
+bytes in frames, fp8 in frames, a registered region, each over TCP loopback and over a Unix-domain socket. Beside it, what the
+same bytes take there and back over a raw TCP socket, and over a bare gRPC stream whose ends pass frames of 1 MiB on as they
+are: the least that a service over gRPC can take.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import socket
 import statistics
 import tempfile
@@ -20,9 +22,11 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import torch
 
 from epserve.client import Client
+from epserve.serving import wire
 from tests.fake_engine import FakeEngine, serving
 
 HIDDEN = 2048
@@ -36,9 +40,13 @@ def serve(path: str, connection) -> None:
 
     async def run() -> None:
         engine = FakeEngine(hidden=HIDDEN, dtype=torch.bfloat16)
+        bare = bare_server()
+        port = bare.add_insecure_port("127.0.0.1:0")
+        await bare.start()
         async with serving(engine, unix_socket=path) as server:
-            connection.send(server.address)
+            connection.send((server.address, port))
             await asyncio.to_thread(connection.recv)
+        await bare.stop(0)
 
     asyncio.run(run())
 
@@ -50,6 +58,50 @@ def median_ms(call, repeats: int) -> float:
         call()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[2:])
+
+
+GRPC_OPTIONS = [
+    ("grpc.http2.max_frame_size", wire.HTTP2_FRAME_BYTES),
+    ("grpc.max_receive_message_length", 2 * wire.FRAME_BYTES),
+]
+
+
+def bare_server() -> grpc.aio.Server:
+    """Returns the frames of a stream, when the empty one says that all are here."""
+
+    async def echo(_, context: grpc.aio.ServicerContext) -> None:
+        held: list[bytes] = []
+        while (frame := await context.read()) is not grpc.aio.EOF:
+            if frame:
+                held.append(frame)
+                continue
+            for each in held:
+                await context.write(each)
+            held.clear()
+
+    server = grpc.aio.server(options=GRPC_OPTIONS)
+    handler = grpc.method_handlers_generic_handler("bare", {"Echo": grpc.stream_stream_rpc_method_handler(echo)})
+    server.add_generic_rpc_handlers((handler,))
+    return server
+
+
+def bare_grpc_ms(port: int, nbytes: int, repeats: int) -> float:
+    """One long-lived stream, frames of at most 1 MiB, without protobuf."""
+    payload = bytes(nbytes)
+    frames = [payload[start : start + wire.FRAME_BYTES] for start in range(0, nbytes, wire.FRAME_BYTES)]
+    outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=GRPC_OPTIONS) as channel:
+        call = channel.stream_stream("/bare/Echo")(iter(outgoing.get, None))
+
+        def once() -> None:
+            for frame in (*frames, b""):
+                outgoing.put(frame)
+            for _ in frames:
+                next(call)
+
+        result = median_ms(once, repeats)
+        outgoing.put(None)
+    return result
 
 
 def echo_ms(nbytes: int, repeats: int) -> float:
@@ -117,13 +169,14 @@ def main() -> None:
         path = f"{folder}/socket"
         process = context.Process(target=serve, args=(path, theirs), daemon=True)
         process.start()
-        address = ours.recv()
+        address, bare_port = ours.recv()
         for tokens in options.tokens:
-            wire = echo_ms(tokens * HIDDEN * 2, options.repeats)
+            nbytes = tokens * HIDDEN * 2
+            raw = {"raw_socket_ms": echo_ms(nbytes, options.repeats),
+                   "bare_grpc_ms": bare_grpc_ms(bare_port, nbytes, options.repeats)}  # fmt: skip
             for name, target in (("tcp", address), ("unix", f"unix:{path}")):
                 times = measure(target, tokens, options.repeats)
-                mib = tokens * HIDDEN * 2 / 2**20
-                rows.append({"transport": name, "tokens": tokens, "mib_each_way": mib, "raw_socket_ms": wire} | times)
+                rows.append({"transport": name, "tokens": tokens, "mib_each_way": nbytes / 2**20} | raw | times)
                 print("  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
                                 for key, value in rows[-1].items()), flush=True)  # fmt: skip
         ours.send("end")

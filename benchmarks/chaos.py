@@ -4,7 +4,7 @@
     python -m benchmarks.chaos --faults 500 --dense --heartbeat 1 --limit 2400 --out benchmarks/results/chaos_500.json
 
 Kinds: kill (SIGKILL of a rank), pair (two at once), stop (SIGSTOP for good), slow (SIGSTOP for less than a heartbeat),
-raise (a step that raises on one rank), memory (a rank gets no more: RLIMIT_AS at what it has), spare (SIGKILL of the spare),
+raise (a step that raises on one rank), memory (a rank has no byte left: RLIMIT_AS), spare (SIGKILL of the spare),
 move (experts move), all on CPU ranks of this machine; cuts of the network are `benchmarks.chaos_hosts`. A fault waits for the
 one before it to be answered and for all ranks; `--dense` does not wait for the spare, and so makes faults in quick succession.
 Fails when an answer is wrong, a request is lost, something hangs, or the memory of all processes together grows.
@@ -34,7 +34,9 @@ from epserve.cluster import node
 from epserve.config import parse_config
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.runtime import members
 from epserve.runtime.engine import Batch, Engine
+from epserve.runtime.rank import RankActor
 
 LAYER = 1
 WEIGHTS = {"kill": 6, "pair": 1, "stop": 2, "slow": 3, "raise": 4, "memory": 2, "spare": 1, "move": 3}
@@ -43,6 +45,21 @@ PHASES = ("any", "idle", "prepare", "experts", "finalize")
 TRIES = 40  # pings to catch a rank in the wanted phase
 HANG_S = 300.0  # not healed by then: the run ends
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class HungryRank(RankActor):
+    """A rank that can be told to run out of memory."""
+
+    def _starve(self) -> None:
+        """No more address space than now, and what its allocators keep in reserve is used up."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        self._hoard: list[bytearray] = []
+        for size in (1 << 20, 1 << 16, 1 << 12, 1 << 10):
+            with contextlib.suppress(MemoryError):
+                while True:
+                    self._hoard.append(bytearray(size))
 
 
 class Load:
@@ -73,11 +90,6 @@ class Load:
                 self.wrong += not torch.allclose(y, expected, **TOLERANCE)
                 self.latencies.append(time.monotonic() - start)
 
-    async def ask_once(self, x: torch.Tensor) -> None:
-        y = await self.engine.forward(Batch(layer=LAYER, hidden=x, deadline=time.monotonic() + HANG_S))
-        self.answers += 1
-        self.wrong += not torch.allclose(y, self.reference(x), **TOLERANCE)
-
     async def stop(self) -> None:
         self._stop = True
         await asyncio.wait_for(asyncio.gather(*self._tasks), HANG_S)
@@ -87,7 +99,6 @@ class Chaos:
     def __init__(self, engine: Engine, load: Load, seed: int, heartbeat_s: float, dense: bool):
         self.engine, self.load, self.heartbeat_s, self.dense = engine, load, heartbeat_s, dense
         self.chance = random.Random(seed)
-        self.big = 4096
 
     async def fault(self, kind: str) -> dict:
         """Do it, wait until all is well again; what happened."""
@@ -167,15 +178,8 @@ class Chaos:
         return False
 
     async def _memory(self, pool, victims) -> bool:
-        pid = pool.members[victims[0]].facts.pid
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize()
-        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
-        # Small blocks may still come from what its allocator keeps: a request that is larger than any before needs more.
-        x = torch.randn((self.big, 64), generator=torch.Generator().manual_seed(self.big))
-        self.big += 16
-        await self.load.ask_once(x)
-        return False
+        await pool.members[victims[0]].call("starve", timeout=HANG_S)
+        return True
 
     async def _move(self, pool, victims) -> bool:
         loads = {layer: [self.chance.random() ** 3 for _ in range(8)] for layer in self.engine.layers}
@@ -276,6 +280,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    members.RankActor = HungryRank  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         write_demo_checkpoint("deepseek_v3", path, dtype=torch.float32)

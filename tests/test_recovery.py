@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
@@ -21,6 +23,7 @@ from epserve.config import ServerConfig, parse_config
 from epserve.errors import DeadlineExceeded, ExpertsMissing, NotReady, RankFailed
 from epserve.models.demo import reference_block
 from epserve.runtime.engine import Batch, Engine
+from epserve.runtime.rank import hang_up
 from epserve.serving.server import Server
 from tests.checkpoints import LAYER, write
 
@@ -340,6 +343,26 @@ async def test_a_spare_that_dies_is_replaced(engine, reference):
     await until(lambda: idle not in engine._pool.spares._ready, BACK_S, "noticing")
     await spare(engine)
     await ask(engine, reference)
+
+
+async def test_hanging_up_ends_connections_to_one_host_only():
+    """What a cut cable does not do: whoever waits for the other side learns at once that it is gone."""
+    pairs = []
+    for host in ("127.0.0.2", "127.0.0.3"):
+        with socket.create_server((host, 0)) as listener:
+            near = socket.create_connection(listener.getsockname(), timeout=10)
+            pairs.append((near, listener.accept()[0]))
+    (near, far), (other, other_far) = pairs
+    waiting = threading.Thread(target=near.recv, args=(1,))
+    waiting.start()
+    assert hang_up(["127.0.0.2"]) == 1
+    waiting.join(5)
+    assert not waiting.is_alive()
+    other_far.sendall(b"x")
+    assert other.recv(1) == b"x"
+    assert hang_up([]) == 0
+    for each in (near, far, other, other_far):
+        each.close()
 
 
 SCRIPT = """

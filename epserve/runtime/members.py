@@ -14,14 +14,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from epserve.config import Config
-from epserve.errors import ConfigError, EpserveError, RankFailed
+from epserve.errors import ConfigError, EpserveError
 from epserve.expert_load import LoadTotals
 from epserve.modular_kernel.selection import Choice
 from epserve.worker import Arrangement, LoadReport
 
 from .agent import NodeAgent
 from .cluster import Place
-from .failure import Failure, root_cause
+from .failure import Failure, RankLost, root_cause
 from .rank import Outcome, Pulse, RankActor, RankFacts
 from .transport import LinkAddress, SocketLink
 
@@ -152,7 +152,7 @@ def as_error(failure: Failure) -> EpserveError:
     if failure.error is not None:
         return failure.error
     log.debug("%s\n%s", failure.describe(), failure.trace)
-    return RankFailed(failure.describe())
+    return RankLost(failure)
 
 
 def check_distinct_gpus(facts: Sequence[RankFacts]) -> None:
@@ -180,15 +180,17 @@ class Agents:
             actor_class: Any = ray.remote(max_restarts=-1)(NodeAgent)
             self._agents[node_id] = actor_class.options(num_cpus=0, scheduling_strategy=place).remote()
 
-    async def kill(self, facts: RankFacts) -> None:
-        """SIGKILL. A node that does not answer has taken its processes along."""
+    async def kill(self, facts: RankFacts) -> bool:
+        """SIGKILL. False: the node does not answer; its processes may be gone with it, or behind a cut cable."""
         agent = self._agents.get(facts.node_id)
         if agent is None:
-            return
+            return False
         try:
             await answer(agent.kill.remote(facts.pid), KILL_TIMEOUT_S)
         except (TimeoutError, RayError) as error:
             log.warning("node %s: cannot end process %d: %s", facts.node_ip, facts.pid, type(error).__name__)
+            return False
+        return True
 
     def close(self) -> None:
         for agent in self._agents.values():

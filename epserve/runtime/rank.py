@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,8 +129,13 @@ class RankActor:
         return self._worker.load_counter.read() if self._worker is not None else b""
 
     @ray.method(concurrency_group="control")
-    def abort(self) -> None:
-        """End NCCL operations that wait for a rank which is gone. Gloo needs no help: its sockets break."""
+    def abort(self, unreachable: list[str]) -> None:
+        """End operations that wait for a rank which is gone.
+
+        Gloo needs no help where the process has ended: its sockets break. Behind a cut cable they do not, and gloo would wait
+        for its timeout: so the connections to nodes that are `unreachable` (addresses) are ended at this end.
+        """
+        hang_up(unreachable)
         if self._device_kind == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
@@ -371,6 +377,27 @@ class StoreActor:
 
     def address(self, generation: int) -> GroupAddress:
         return GroupAddress(host=self._host, port=self._store.port, generation=generation)
+
+
+def hang_up(addresses: Collection[str]) -> int:
+    """Shut all of this process's TCP connections to these hosts down, whoever opened them; how many there were."""
+    count = 0
+    for name in os.listdir("/proc/self/fd") if addresses else ():
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            sock = socket.socket(fileno=number)
+        except OSError:  # not a socket
+            os.close(number)
+            continue
+        with sock, contextlib.suppress(OSError):  # not connected
+            peer = sock.getpeername()
+            if isinstance(peer, tuple) and peer[0].removeprefix("::ffff:") in addresses:
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
 
 
 def interface_of(address: str) -> str:

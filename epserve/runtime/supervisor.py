@@ -16,7 +16,7 @@ from epserve import rank_plan
 from epserve.errors import EpserveError
 from epserve.worker import Arrangement
 
-from .failure import Failure
+from .failure import Failure, RankLost
 from .members import Member
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Supervisor:
         self.on_missing: Callable[[], None] = lambda: None
         """Called when a recovery has to wait for a process to start."""
         self._silent: set[Member] = set()
+        self._unreachable: set[str] = set()  # addresses of nodes on which nothing could be ended
         self._spoilt: set[Member] = set()
         self._blamed: tuple[Member | None, float] = None, 0.0
         self._rebuilding: asyncio.Task | None = None
@@ -124,7 +125,10 @@ class Supervisor:
             await asyncio.wait([self._rebuilding])
 
     def blame(self, member: Member, failure: Failure) -> None:
-        """A step failed because of this rank. Its process is replaced where it is spoilt, or failed just before as well."""
+        """A step, or joining the others, failed because of this rank.
+
+        Its process is replaced where it is spoilt, or failed just before as well.
+        """
         if failure.consequence:
             return
         now, (who, when) = time.monotonic(), self._blamed
@@ -179,6 +183,8 @@ class Supervisor:
                 break
             except (EpserveError, RayError, OSError) as error:
                 log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
+                if isinstance(error, RankLost) and 0 <= error.failure.rank < len(pool.members):
+                    self.blame(pool.members[error.failure.rank], error.failure)
         seconds = time.monotonic() - start
         if not planned or replaced:
             done = Recovery(
@@ -228,10 +234,11 @@ class Supervisor:
         pool, silent, self._silent = self._pool, self._silent, set()
         await asyncio.gather(*(self._end(member, "gave no sign of life") for member in silent if member.alive))
         await asyncio.gather(*(self._end_if_silent(member) for member in pool.members if member.alive))
-        if pool.device == "cuda":
+        unreachable, self._unreachable = self._unreachable, set()
+        if pool.device == "cuda" or unreachable:
             for member in pool.members:
-                if member.alive:
-                    member.actor.abort.remote()
+                if member.alive and member.facts is not None:
+                    member.actor.abort.remote(sorted(unreachable - {member.facts.node_ip}))
         pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
         if pending:
             await asyncio.wait(pending, timeout=SETTLE_S)
@@ -251,7 +258,8 @@ class Supervisor:
     async def _end(self, member: Member, why: str) -> None:
         assert member.facts is not None and member.link is not None
         log.warning("rank %d %s%s: killing it [%s]", member.rank, why, _last(member), member.where)
-        await self._pool.agents.kill(member.facts)
+        if not await self._pool.agents.kill(member.facts):
+            self._unreachable.add(member.facts.node_ip)
         member.link.close()
 
 

@@ -28,7 +28,8 @@ class LoadCounter:
         self._counts_LE1 = torch.zeros((len(layers), num_experts + 1), dtype=torch.int64, device=device)
         self._snapshot = torch.zeros_like(self._counts_LE1, device="cpu", pin_memory=self._cuda)
         self._copying: Any = None
-        self._stream: Any = None
+        # Made here: the first stream of a process is made only when the device is idle.
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
 
     def add(self, layer: int, ids_mt: torch.Tensor) -> None:
         """Logical ids, -1 for none."""
@@ -51,7 +52,6 @@ class LoadCounter:
 
     def _start_copy(self) -> None:
         # Counts that change while they are copied are a few tokens early or late, which no reader can tell.
-        self._stream = self._stream or torch.cuda.Stream(self._counts_LE1.device)
         with torch.cuda.stream(self._stream):
             self._snapshot.copy_(self._counts_LE1, non_blocking=True)
             self._copying = torch.cuda.Event()

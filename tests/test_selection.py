@@ -259,9 +259,13 @@ def test_without_memory_larger_batches_are_not_timed(caplog):
     assert "experts for 64 rows and more are not timed: tried to allocate 9 GiB" in caplog.text
 
 
-def test_the_first_candidate_must_work():
+def test_the_first_candidate_and_those_set_by_hand_must_work():
     with pytest.raises(RuntimeError, match="no compiler"):
         MeasuredExperts(SPEC, {"a": FailingExperts(SPEC), "b": GroupedMMExperts(SPEC)}).warm_up(weights(), 4)
+    by_hand = Measuring(overrides={1: "b"})
+    candidates = {"a": GroupedMMExperts(SPEC), "b": FailingExperts(SPEC)}
+    with pytest.raises(RuntimeError, match="no compiler"):
+        MeasuredExperts(SPEC, candidates, measuring=by_hand).warm_up(weights(), 4)
 
 
 class SlowExperts(GroupedMMExperts):

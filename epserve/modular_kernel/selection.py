@@ -60,7 +60,7 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`backend` computes batches of about `rows` rows, down to the next smaller choice. `seconds`: what was measured."""
+    """`backend` computes batches of about `rows` rows, the last choice all larger ones, too. `seconds`: what was measured."""
 
     rows: int
     backend: str
@@ -175,17 +175,18 @@ class MeasuredExperts(FusedMoEExpertsModular):
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
         """Warm every candidate up, then time them, or read what an earlier start measured under the same key.
 
-        Not collective. A candidate that fails here, the first one apart, is left out and serves nothing. A second call for
-        no more rows does nothing: after a failure the object goes on in another group.
+        Not collective. A candidate that fails here is left out and serves nothing, unless it is the first one or set by hand:
+        then its error is raised. A second call for no more rows does nothing: after a failure the object goes on in another
+        group.
         """
         if max_rows <= self._warm_rows or weights.num_experts == 0:
             return
-        first = next(iter(self.candidates))
+        needed = {next(iter(self.candidates)), *self.measuring.overrides.values()}
         for name, candidate in self.candidates.items():
             try:
                 candidate.warm_up(weights, max_rows)
             except Exception as error:
-                if name == first:
+                if name in needed:
                     raise
                 self._leave_out(name, f"{type(error).__name__}: {error}".splitlines()[0][:200])
         self._per_row = self.spec.shape.top_k / self.spec.shape.num_experts
@@ -304,16 +305,14 @@ def _example(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, 
     if not every_row and not bool(local.all()):
         (held,) = local.nonzero(as_tuple=True)
         if len(held):
-            ids = ids[
-                torch.where(
-                    local, torch.arange(num_rows), held[torch.randint(len(held), (num_rows,), generator=generator)]
-                )
-            ]
+            other = held[torch.randint(len(held), (num_rows,), generator=generator)]
+            ids = ids[torch.where(local, torch.arange(num_rows), other)]
         else:
             ids[:, 0] = torch.randint(e, (num_rows,), generator=generator).int()
     ids = torch.where(ids < e, ids, -1).contiguous().to(device)
     routing = Routing(ids_Mt=ids, weights_Mt=torch.full((num_rows, t), 1.0 / t, device=device))
-    x = torch.randn((num_rows, spec.shape.hidden), generator=generator).to(spec.shape.dtype).to(device)
+    there = torch.Generator(device).manual_seed(seed)  # the rows are many: drawn where they are needed
+    x = torch.randn((num_rows, spec.shape.hidden), generator=there, device=device).to(spec.shape.dtype)
     return Prepared(x=x, routing=routing, handle=DispatchHandle(HandleBook("measured selection"), None))
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.compare_tiles --cells mixtral8x7:bf16:1024 qwen3_235b:fp8_block:16384
 
 First every kind of variant runs its cases of `tests.triton_cases`, each in a process with a deadline; a kind that hangs or is
-wrong is left out. Then the variants of each GEMM are timed in turn, several rounds, each after all others; last, the whole
-layer with the shipped and with the best tiles, in turn, checked against the fp32 reference. `--table`: the shipped table with
+wrong is left out. Then the variants of each GEMM are captured and replayed, all of them once a round; last, the whole layer
+with the shipped and with the best tiles in the same way, checked against the reference. `--table`: the shipped table with
 those cells that were faster by more than `--gain`.
 """
 
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -28,22 +30,26 @@ from pathlib import Path
 import torch
 
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, relative_error
-from benchmarks.experts import Standard, environment, stored_peers, time_graph
+from benchmarks.experts import Standard, environment, stored_peers
 from benchmarks.tune_candidates import First
-from benchmarks.tune_experts import Trial, compile_trial, time_us
+from benchmarks.tune_experts import Trial, compile_trial
+from experts.triton_launch import regions
 from experts.triton_tiles import GemmTiles, Problem, Tiles, shipped
 
-LOSING = [
-    "mixtral8x7:fp8_block:256", "mixtral8x7:fp8_block:1024", "mixtral8x7:fp8_block:4096", "mixtral8x7:fp8_block:16384",
-    "mixtral8x7:bf16:1024", "mixtral8x7:bf16:4096", "mixtral8x7:fp8_tensor:4096", "qwen3_235b:fp8_block:16384",
-    "qwen3_235b:bf16:4096", "dsv3_ep8:bf16:16384",
-]  # fmt: skip
+THICK = [
+    f"{shape}:{dtype}:{m}"
+    for shape, sizes in {
+        "mixtral8x7": (1024, 4096, 16384), "qwen3_235b": (1024, 4096, 16384), "dsv3_ep8": (4096, 16384)
+    }.items()
+    for dtype in TOLERANCE for m in sizes
+] + ["mixtral8x7:fp8_block:256", "mixtral8x7:bf16:256"]  # fmt: skip
 KINDS = {
     "by_expert": "groups end with the expert",
-    "width": "products of",
-    "lag": "second half behind",
-    "dynamic": "next item that nobody has",
+    "narrow": "narrow products",
+    "lag": "second part behind",
     "split": "split sums",
+    "192": "192 rows",
+    "": "more items than programs",
 }
 """Field of a configuration -> what its cases are called."""
 
@@ -68,40 +74,33 @@ def wrong_kinds(deadline: float) -> dict[str, str]:
         return {kind: seen for kind, seen in pool.map(run, KINDS) if seen is not None}
 
 
-def variants(old: GemmTiles, dtype: str, *, gated: bool, without: set[str]) -> list[GemmTiles]:
-    """`old` first. Groups that end with the expert, then the specialised kernel with each option, alone and together."""
+def variants(old: Tiles, dtype: str, bm: int, *, gated: bool, without: set[str]) -> list[GemmTiles]:
+    """The shipped configuration first, where it has this `bm`; then groups that end with the expert and, where it can run,
+    the specialised kernel with its options."""
     block, bk = dtype == "fp8_block", 64 if dtype == "bf16" else 128
-    found = [old]
+    shipped_one = old.gate_up if gated else old.down
+    found = [shipped_one] if bm == old.bm else []
 
     def add(base: GemmTiles, **options) -> None:
         one = replace(base, **options)
-        used = {k for k in KINDS if getattr(one, k) != getattr(GemmTiles(bn=128, bk=bk), k)}
+        used = {k for k in KINDS if k.isalpha() and getattr(one, k) != getattr(GemmTiles(bn=128, bk=bk), k)}
         if one not in found and not used & without:
             found.append(one)
 
-    for group in (4, 8, 16, 32):
-        add(old, group=group, by_expert=True)
-    base = GemmTiles(bn=128, bk=bk, specialised=True, group=old.group)
-    best = 64 if block else 256
-    add(base, dynamic=True)
-    add(base, width=best)
-    for lag in (1, 2):
-        add(base, lag=lag)
-    for group in (4, 8, 16):
-        for width in (128, best):
-            add(base, group=group, by_expert=True, width=width, dynamic=True)
-    if not gated:
-        for group in (8, 32):
-            add(base, group=group, by_expert=True, width=best, dynamic=True, split=2)
-    for width, lag in ((128, 1), (best, 2), (best, 4)):
-        add(base, group=16, by_expert=True, width=width, dynamic=True, lag=lag)
-    if not block:
-        wide = {"wide": True} if gated else {}
-        add(
-            GemmTiles(bn=128 if gated else 256, bk=bk, warps=8, stages=4, flat=not gated, **wide),
-            group=8,
-            by_expert=True,
-        )
+    if bm == old.bm and not shipped_one.specialised:
+        for group in (4, 8, 16):
+            add(shipped_one, group=group, by_expert=True)
+    if bm < 128 or (bm == 192 and "192" in without) or "" in without:
+        return found
+    base = GemmTiles(bn=128, bk=bk, specialised=True, group=8, stages=4 if bm == 128 else 3)
+    kinds = [{"narrow": narrow} for narrow in (True, False)] if block else [{}]
+    for kind in kinds:
+        add(base, **kind)
+        for group in (16, 8, 4):
+            for lag in (0, 1, 2) if group > 4 else (0, 2):
+                add(base, group=group, by_expert=True, lag=lag, **kind)
+        if not gated:
+            add(base, group=16, by_expert=True, split=2, **kind)
     return found
 
 
@@ -111,78 +110,139 @@ def expands(c: GemmTiles, old: Tiles) -> bool:
 
 
 class Cell:
-    """One (shape, dtype, tokens) and its variants."""
+    """One (shape, dtype, tokens) and its variants: (bm, GEMM) -> configurations."""
 
     def __init__(self, text: str, without: set[str]):
         self.name, self.dtype, m = text.split(":")
         self.m, self.shape = int(m), SHAPES[self.name]
         self.problem = Problem.of(self.shape.spec(self.dtype, "cuda"), self.shape.local_experts)
         self.old = shipped("NVIDIA H200")[self.problem.key][self.m]
-        self.options: dict[str, list] = {
-            "gate_up": [First(c, expands(c, self.old) if i else self.old.expand) for i, c in enumerate(
-                variants(self.old.gate_up, self.dtype, gated=True, without=without))],
-            "down": variants(self.old.down, self.dtype, gated=False, without=without),
-        }  # fmt: skip
+        self.sets = 8 if self.m <= 64 else 4 if self.m <= 1024 else 2
+        self.options: dict[tuple[int, str], list] = {}
+        for bm in {self.old.bm: 0, **({} if self.dtype == "fp8_block" else {192: 0})}:
+            first, second = (variants(self.old, self.dtype, bm, gated=g, without=without) for g in (True, False))
+            if first and second:
+                self.options[bm, "gate_up"] = [
+                    First(c, self.old.expand if c == self.old.gate_up else expands(c, self.old)) for c in first
+                ]
+                self.options[bm, "down"] = second
 
-    def program(self, which: str, option) -> tuple:
+    def inputs(self) -> list:
+        return [make_inputs(self.shape, self.m, "cuda", self.m * 100 + i) for i in range(self.sets)]
+
+    def program(self, bm: int, which: str, option) -> tuple:
         """What is compiled for a variant: groups do not change the program. Cells of one shape and dtype share programs."""
         c, expand = (option.tiles, option.expand) if isinstance(option, First) else (option, False)
         plain = replace(c, group=1, by_expert=False)
-        return self.name, self.dtype, self.m, self.old.bm, which, First(plain, expand) if which == "gate_up" else plain
+        return self.name, self.dtype, bm, which, First(plain, expand) if which == "gate_up" else plain
 
-    def key(self, which: str, option) -> tuple:
-        job = self.program(which, option)
-        return job[:2] + job[3:]
-
-    def programs(self) -> dict[tuple, tuple]:
-        """`key` -> arguments of `compile_program`."""
-        both = [(self.key(which, o), self.program(which, o)) for which in self.options for o in self.options[which]]
-        return {key: job for key, job in both if job[3] == 128 or not getattr(job[5], "tiles", job[5]).specialised}
+    def programs(self) -> dict[tuple, int]:
+        """Program -> a token count at which it is launched."""
+        return {self.program(*key, o): self.m for key, options in self.options.items() for o in options}
 
 
 def compile_program(job) -> str | None:
-    name, dtype, m, bm, which, option = job
+    (name, dtype, bm, which, option), m = job
     return compile_trial(SHAPES[name], dtype, m, bm, which, option, "cuda")
 
 
-def time_variants(cell: Cell, usable: dict, weights, rounds: int) -> dict:
-    """GEMM -> [(variant, median us)], in the order of `usable`; the first is the shipped one."""
-    sets = 8 if cell.m <= 64 else 4 if cell.m <= 1024 else 2
-    inputs = [make_inputs(cell.shape, cell.m, "cuda", cell.m * 100 + i) for i in range(sets)]
-    out = torch.empty((cell.m, cell.shape.hidden), dtype=torch.bfloat16, device="cuda")
-    trial = Trial(cell.shape, cell.dtype, weights, cell.m, cell.old.bm, inputs)
-    seen: dict = {which: [[] for _ in usable[which]] for which in usable}
-    for turn in range(rounds):
-        for which, options in usable.items():
-            order = list(range(len(options)))
-            for i in order if turn % 2 == 0 else reversed(order):
-                gate_up, down = (
-                    (options[i], cell.old.down) if which == "gate_up" else (usable["gate_up"][0], options[i])
-                )
-                tiles, made = trial.buffers(gate_up, down)
-                trial.first(
-                    tiles, made
-                )  # the second GEMM reads real rows: what they hold changes the power that it takes
-                us = time_us(lambda t=tiles, b=made, w=which: trial.step(w, t, b, out), repeats=3) / sets
-                seen[which][i].append(us)
-    return {which: [(option, statistics.median(times)) for option, times in zip(usable[which], seen[which], strict=True)]
-            for which in usable}  # fmt: skip
+def capture(launch: Callable) -> torch.cuda.CUDAGraph:
+    launch()
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        launch()
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
-def time_layers(cell: Cell, weights, both: list[Tiles], rounds: int) -> list[dict]:
-    """The whole layer with each of the tiles: checked, then timed in turn."""
-    sets = 8 if cell.m <= 64 else 4 if cell.m <= 1024 else 2
-    inputs = [make_inputs(cell.shape, cell.m, "cuda", cell.m * 100 + i) for i in range(sets)]
-    kernels = [Standard(cell.shape, cell.dtype, weights, {cell.problem.key: {cell.m: tiles}}) for tiles in both]
-    results: list[dict] = [{"us": [], "err": 0.0} for _ in both]
-    for turn in range(rounds):
-        for kernel, result in list(zip(kernels, results, strict=True))[:: 1 if turn % 2 == 0 else -1]:
-            us, out = time_graph(kernel.run, [kernel.prepare(one) for one in inputs])
-            result["us"].append(us)
-            result["err"] = max(result["err"], relative_error(weights, inputs[-1], out, 256, cell.dtype))
-    for result in results:
-        result["us"] = statistics.median(result["us"])
-        result["right"] = result["err"] < TOLERANCE[cell.dtype]
+def replay_in_turn(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
+    """Median us of each graph: all of them once a round, in random order, so that the heat of the chip is the same for all."""
+    order, spent, times = random.Random(1), 0.0, [[] for _ in graphs]  # type: ignore[var-annotated]
+    while len(times[0]) < 4 or (spent < seconds and len(times[0]) < 30):
+        for i in order.sample(range(len(graphs)), len(graphs)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[i].replay()
+            end.record()
+            end.synchronize()
+            times[i].append(start.elapsed_time(end) * 1e3)
+            spent += times[i][-1] / 1e6
+    return [statistics.median(each) for each in times]
+
+
+class Bench:
+    """All variants of one `bm` on the same scratch: routed once, and captured."""
+
+    def __init__(self, cell: Cell, weights, bm: int, inputs: list):
+        self.trial = Trial(cell.shape, cell.dtype, weights, cell.m, bm, inputs)
+        self.cell, self.bm, self.inputs = cell, bm, inputs
+        self.out = torch.empty((cell.m, cell.shape.hidden), dtype=torch.bfloat16, device="cuda")
+        self.regions: list | None = None
+
+    def carve(self, tiles: Tiles, space: tuple | None):
+        carvers = regions(None)
+        for carver, region in zip(carvers, space or (None, None), strict=True):
+            carver.region = region
+        b, _ = self.trial.experts._carve(
+            *carvers, self.cell.m, self.cell.shape.topk, self.cell.shape.local_experts, tiles
+        )
+        return b, [carver.most for carver in carvers]
+
+    def graphs(self, options: dict) -> dict:
+        """(GEMM, number of the variant) -> graph. The second GEMM reads real rows: they change the power that it takes."""
+        firsts, seconds = options["gate_up"], options["down"]
+        every = [(("gate_up", i), Tiles(bm=self.bm, expand=o.expand, gate_up=o.tiles, down=seconds[0]))
+                 for i, o in enumerate(firsts)]  # fmt: skip
+        every += [(("down", i), Tiles(bm=self.bm, expand=firsts[0].expand, gate_up=firsts[0].tiles, down=o))
+                  for i, o in enumerate(seconds)]  # fmt: skip
+        sizes = [max(size) for size in zip(*(self.carve(tiles, None)[1] for _, tiles in every), strict=True)]
+        space = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes) for _ in self.inputs]
+        captured: dict = {}
+        for key, tiles in every:
+            made = [self.carve(tiles, each)[0] for each in space]
+            if not captured:
+                for b, one in zip(made, self.inputs, strict=True):
+                    self.trial.run.sort(b, one.ids_local, bm=self.bm, num_experts=self.cell.shape.local_experts)
+            captured[key] = capture(lambda t=tiles, m=made, w=key[0]: self.trial.step(w, t, m, self.out))
+        return captured
+
+
+def time_variants(cell: Cell, usable: dict, weights) -> dict:
+    """(bm, GEMM) -> [(variant, us of one batch)], the shipped one first where it has this bm."""
+    inputs = cell.inputs()
+    benches = {bm: Bench(cell, weights, bm, inputs) for bm in {bm for bm, _ in usable}}
+    graphs = {}
+    for bm, bench in benches.items():
+        both = {which: usable[bm, which] for which in ("gate_up", "down")}
+        graphs.update({(bm, *key): graph for key, graph in bench.graphs(both).items()})
+    times = replay_in_turn(list(graphs.values()), 1.5)
+    seen: dict = {key: [] for key in usable}
+    for (bm, which, i), us in zip(graphs, times, strict=True):
+        seen[bm, which].append((usable[bm, which][i], us / cell.sets))
+    return seen
+
+
+def time_layers(cell: Cell, weights, both: list[Tiles]) -> list[dict]:
+    """The whole layer with each of the tiles, in turn; its output, filled with NaN before, is checked."""
+    inputs = cell.inputs()
+    results, graphs, outs = [], [], []
+    for tiles in both:
+        kernel = Standard(cell.shape, cell.dtype, weights, {cell.problem.key: {cell.m: tiles}})
+        prepared = [kernel.prepare(one) for one in inputs]
+        mine: list = []
+        graphs.append(capture(lambda k=kernel, p=prepared, m=mine: m.append([k.run(one) for one in p])))
+        outs.append(mine[-1][-1])
+    times = replay_in_turn(graphs, 1.0)
+    for graph, out, us in zip(graphs, outs, times, strict=True):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        error = relative_error(weights, inputs[-1], out, 256, cell.dtype)
+        results.append({"us": us / cell.sets, "err": error, "right": error < TOLERANCE[cell.dtype]})
     return results
 
 
@@ -190,44 +250,45 @@ def short(option) -> str:
     c = option.tiles if isinstance(option, First) else option
     text = f"{'E' if c.by_expert else ''}g{c.group}"
     if c.specialised:
-        return (
-            f"ws {text} w{c.width}"
-            + (f" lag{c.lag}" if c.lag else "")
-            + (" dyn" if c.dynamic else "")
-            + (f" k/{c.split}" if c.split > 1 else "")
-        )
-    return f"tri {c.bn}x{c.bk} {text} w{c.warps}s{c.stages}" + "".join(
-        f" {flag}" for flag in ("wide", "flat", "swap") if getattr(c, flag))  # fmt: skip
+        options = {"narrow": c.narrow, f"lag{c.lag}": c.lag, f"k/{c.split}": c.split > 1}
+    else:
+        text = f"tri {c.bn}x{c.bk} {text} w{c.warps}s{c.stages}"
+        options = {flag: getattr(c, flag) for flag in ("wide", "flat", "swap")}
+    return " ".join([text, *(name for name, on in options.items() if on)])
 
 
 def best_of(cell: Cell, timed: dict, gain: float) -> Tiles:
-    """The fastest of each GEMM, or the shipped one where none is faster by more than `gain`."""
-    won = {}
-    for which, seen in timed.items():
-        option, us = min(seen, key=lambda pair: pair[1])
-        won[which] = option if us < seen[0][1] * (1 - gain) else seen[0][0]
-    first = won["gate_up"]
-    return Tiles(bm=cell.old.bm, expand=first.expand, gate_up=first.tiles, down=won["down"])
+    """The fastest of each GEMM at the best `bm`; the shipped one where the variant does not win by more than `gain`."""
+
+    def fastest(bm: int, which: str):
+        options = timed[bm, which]
+        option, us = min(options, key=lambda pair: pair[1])
+        keep = bm == cell.old.bm and us > options[0][1] * (1 - gain)
+        return options[0] if keep else (option, us)
+
+    pairs = {bm: [fastest(bm, which) for which in ("gate_up", "down")] for bm in {bm for bm, _ in timed}}
+    bm = min(pairs, key=lambda bm: sum(us for _, us in pairs[bm]))
+    first, second = (option for option, _ in pairs[bm])
+    return Tiles(bm=bm, expand=first.expand, gate_up=first.tiles, down=second)
 
 
 def report_cell(cell: Cell, timed: dict, layers: list[dict], peer: float | None) -> dict:
-    for which, seen in timed.items():
-        base = seen[0][1]
-        print(f"  {which:8} {base:8.1f} us: " + "; ".join(f"{short(o)} {us / base:.3f}" for o, us in seen))
+    for (bm, which), seen in timed.items():
+        base = timed[cell.old.bm, which][0][1]
+        print(f"  {bm} {which:8} {base:8.1f} us: " + "; ".join(f"{short(o)} {us / base:.3f}" for o, us in seen))
     old, new = layers
     against = "".join(f" {layer['us'] / peer:.3f}" for layer in layers) if peer else ""
     print(f"  layer {old['us']:.1f} -> {new['us']:.1f} us ({new['us'] / old['us']:.3f}), times best peer{against},"
           f" errors {old['err']:.1e} {new['err']:.1e}{'' if new['right'] else '  WRONG'}", flush=True)  # fmt: skip
     return {
-        "shape": cell.name, "dtype": cell.dtype, "M": cell.m, "old": layers[0], "new": layers[1], "best_us": peer,
-        "variants": {which: [[short(o), round(us, 2)] for o, us in seen] for which, seen in timed.items()},
+        "shape": cell.name, "dtype": cell.dtype, "M": cell.m, "old": old, "new": new, "best_us": peer,
+        "variants": {f"{bm} {which}": [[short(o), round(us, 2)] for o, us in seen] for (bm, which), seen in timed.items()},
     }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cells", nargs="+", default=LOSING, help="SHAPE:DTYPE:TOKENS")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", default=THICK, help="SHAPE:DTYPE:TOKENS")
     parser.add_argument("--gain", type=float, default=0.005, help="what a variant must win to be taken")
     parser.add_argument("--check-seconds", type=float, default=70, help="deadline for the cases of one kind")
     parser.add_argument("--budget", type=float, default=220, help="seconds; cells that no longer fit are left out")
@@ -241,10 +302,10 @@ def main() -> int:
     print(f"checked in {time.monotonic() - begin:.0f} s", flush=True)
     cells = [Cell(text, set(wrong)) for text in options.cells]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        jobs = {key: job for cell in cells for key, job in cell.programs().items()}
-        errors = dict(zip(jobs, pool.map(compile_program, jobs.values()), strict=True))
+        jobs = {key: m for cell in cells for key, m in cell.programs().items()}
+        errors = dict(zip(jobs, pool.map(compile_program, jobs.items()), strict=True))
     for key, error in [pair for pair in errors.items() if pair[1]][:6]:
-        print("no compile:", *key[:2], key[3], short(key[4]), error)
+        print("no compile:", *key[:4], short(key[4]), error)
     good = {key for key, error in errors.items() if error is None}
     print(f"compiled {len(good)} in {time.monotonic() - begin:.0f} s", flush=True)
     peers = stored_peers("uniform", "standard")
@@ -262,10 +323,11 @@ def main() -> int:
         start = time.monotonic()
         print(cell.name, cell.dtype, cell.m, flush=True)
         try:
-            usable = {which: [o for o in cell.options[which] if cell.key(which, o) in good] for which in cell.options}
-            timed = time_variants(cell, usable, weights, options.rounds)
+            usable = {key: [o for o in cell.options[key] if cell.program(*key, o) in good] for key in cell.options}
+            usable = {key: each for key, each in usable.items() if usable[key[0], "gate_up"] and usable[key[0], "down"]}
+            timed = time_variants(cell, usable, weights)
             new = best_of(cell, timed, options.gain)
-            layers = time_layers(cell, weights, [cell.old, new], options.rounds)
+            layers = time_layers(cell, weights, [cell.old, new])
         except Exception as error:  # one cell must not end the run
             print("  FAILED", str(error).splitlines()[0][:200])
             continue

@@ -37,7 +37,8 @@ def token_tiles(dtype: str, shape: Shape, m: int) -> list[int]:
         return [32, 64]
     if rows <= 80:
         return [64, 128]
-    return [128] if rows > 300 and dtype != "fp8_block" else [128, 64]
+    thick = [128] if dtype == "fp8_block" or not SPECIALISED else [128, 192]
+    return thick if rows > 300 else [*thick, 64]
 
 
 def candidates(dtype: str, shape: Shape, m: int, bm: int) -> tuple[list[First], list[GemmTiles]]:
@@ -61,7 +62,7 @@ def candidates(dtype: str, shape: Shape, m: int, bm: int) -> tuple[list[First], 
     elif bm == 64:
         _medium(first, second, size=size, block=block)
     else:
-        _thick(first, second, size=size, block=block)
+        _thick(first, second, bm=bm, size=size, block=block)
     return firsts, seconds
 
 
@@ -112,25 +113,20 @@ def _medium(first, second, *, size: int, block: bool) -> None:
             second(bn=256, warps=4, stages=4, **options)
 
 
-def _thick(first, second, *, size: int, block: bool) -> None:
+def _thick(first, second, *, bm: int, size: int, block: bool) -> None:
     """Groups that end with the expert first: they read weights once."""
     bk = 64 if size == 2 else 128
-    for group, by_expert in ((16, True), (8, True), (32, True), (4, True), (8, False), (4, False), (16, False)):
+    for group, by_expert in ((16, True), (8, True), (4, True), (8, False)):
         options = {"bk": bk, "group": group, "by_expert": by_expert}
         if SPECIALISED:
-            for width in (128,) if block and not by_expert else (64, 128) if block else (256, 128):
-                for dynamic in (True, False) if by_expert else (True,):
-                    special = {"bn": 128, "specialised": True, "width": width, "dynamic": dynamic, **options}
-                    for lag in (0, 2) if by_expert and dynamic else (0,):
-                        first(expand=True, lag=lag, **special)
-                        second(lag=lag, **special)
-                    if group == 16 and dynamic:
-                        second(split=2, **special)
-        if block:
-            if group == 8:
-                first(bn=128, warps=8, stages=4, **options)
-                second(bn=128, warps=8, stages=4, **options)
-                second(bn=128, warps=8, stages=4, flat=True, **options)
+            special = {"bn": 128, "specialised": True, "stages": 4 if bm == 128 else 3, **options}
+            for narrow in (True, False) if block else (False,):
+                for lag in (2, 0, 1) if by_expert and group > 4 else (0,):
+                    first(expand=True, narrow=narrow, lag=lag, **special)
+                    second(narrow=narrow, lag=lag, **special)
+                if group == 16:
+                    second(split=2, narrow=narrow, **special)
+        if bm == 192 or block:
             continue
         first(bn=128, warps=8, stages=4, wide=True, **options)
         first(bn=64, warps=4, stages=3, wide=True, **options)
@@ -139,3 +135,6 @@ def _thick(first, second, *, size: int, block: bool) -> None:
         second(bn=256, warps=8, stages=4, flat=True, **options)
         second(bn=128, warps=4, stages=3, **options)
         second(swap=True, bn=128, warps=8, stages=4, **options)
+    if block:
+        first(bn=128, bk=bk, group=8, warps=8, stages=4)
+        second(bn=128, bk=bk, group=8, warps=8, stages=4, flat=True)

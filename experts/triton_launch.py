@@ -204,7 +204,7 @@ class Launcher:
         c = tiles.gate_up
         if c.specialised:
             assert source == ROWS
-            self._grouped(b, x, xs, weights, b.h, b.hs, c, gated=True)
+            self._grouped(b, x, xs, weights, b.h, b.hs, c, tiles.bm, gated=True)
             return
         E, K, N = weights.num_experts, self.K, self.N
         block = (1, 2 if c.wide else 1, c.bn, c.bk)
@@ -221,7 +221,7 @@ class Launcher:
         c, E, K, N = tiles.down, weights.num_experts, self.K, self.N
         if c.specialised:
             assert source == ROWS
-            self._grouped(b, b.hq, b.hs, weights, y, None, c, gated=False)
+            self._grouped(b, b.hq, b.hs, weights, y, None, c, tiles.bm, gated=False)
             return
         w = self.descriptor(weights, "w2_eKN", (E * K, N), (c.bn, c.bk))
         hd = TensorDescriptor(b.hq, [b.num_rows, N], [N, 1], [tiles.bm, c.bk]) if source == ROWS else None
@@ -231,12 +231,13 @@ class Launcher:
                     c.runs, SOURCE=source, BIAS=weights.b2 is not None,
                     **self._constants(c, tiles.bm, E, b.num_rows, source))  # fmt: skip
 
-    def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, *, gated: bool) -> None:
+    def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, bm: int, *,
+                 gated: bool) -> None:  # fmt: skip
         """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
-        assert c.width in ((64, 128) if self.numerics.mode == BLOCK else (128, 256)), "columns of one product"
-        assert 0 <= c.lag <= c.stages and (c.split == 1 or not gated), (
-            "one warpgroup would wait for ever; h is not summed"
-        )
+        block = self.numerics.mode == BLOCK
+        assert bm == 128 or (bm == 192 and not block), "two warpgroups of 64 rows, or three"
+        assert block or not c.narrow, "only products that are scaled gain"
+        assert 0 <= c.lag < c.stages and (c.split == 1 or not gated), "a warpgroup would wait for ever; h is not summed"
         E = weights.num_experts
         name, scale, a1, a2 = ("w13_eNK", weights.s13, weights.a1, weights.a2) if gated else (
             "w2_eKN", weights.s2, weights.a2, None)  # fmt: skip
@@ -251,8 +252,9 @@ class Launcher:
         work = b.max_tiles * width // (128 if gated else 256) * c.split
         self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles,
                     self.counter, out, outs, b.num_rows, b.max_tiles, c.runs, INNER=inner, OUT=width,
-                    MODE=self.numerics.mode, GATED=gated, STAGES=c.stages, WIDTH=c.width, LAG=c.lag, DYNAMIC=c.dynamic,
-                    SPLIT=c.split, PDL=self.pdl, num_warps=4)  # fmt: skip
+                    MODE=self.numerics.mode, GATED=gated, BM=bm, STAGES=c.stages,
+                    WIDTH=64 if c.narrow else 128 if block or bm == 192 else 256, LAG=c.lag, SPLIT=c.split, PDL=self.pdl,
+                    num_warps=4)  # fmt: skip
 
     def reduce(self, b: Buffers, ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor, *, split: int,
                in_slots: bool) -> None:  # fmt: skip

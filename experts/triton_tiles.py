@@ -46,14 +46,12 @@ class GemmTiles:
     flat: bool = False
     """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
     specialised: bool = False
-    """The warp-specialised kernel of compute capability 9.0: bm 128, bn 128, rows that lie expert by expert."""
-    width: int = 128
-    """Specialised only: columns of one product. 256 reads rows once, not with block scales; 64, only with block scales, lets
-    the next product run while one is scaled."""
+    """The warp-specialised kernel of compute capability 9.0: bm 128 (without block scales also 192, of both GEMMs), bn 128,
+    rows that lie expert by expert."""
+    narrow: bool = False
+    """Specialised, block scales only: products of 64 columns instead of 128, so that one runs while one is scaled."""
     lag: int = 0
-    """Specialised only: the second warpgroup starts when the first has finished so many products of an item."""
-    dynamic: bool = False
-    """Specialised only: a program takes the next item that nobody has, instead of every n-th: tiles differ in cost."""
+    """Specialised only: a warpgroup starts when the one before has finished so many products of an item."""
     full_grid: bool = False
     """One program a work item, instead of as many as fit on the device at once."""
     warps: int = 4

@@ -157,60 +157,52 @@ CASES = [
 ]  # fmt: skip
 
 
-def special(**options) -> Tiles:
-    split = options.pop("split", 1)
-    part = gemm(bk=options.pop("bk", 64), specialised=True, **options)
-    return Tiles(bm=128, expand=True, gate_up=part, down=dataclasses.replace(part, split=split))
+def special(*, bm=128, bk=64, split=1, **options) -> Tiles:
+    part = gemm(bk=bk, specialised=True, stages=4 if bm == 128 else 3, **options)
+    return Tiles(bm=bm, expand=True, gate_up=part, down=dataclasses.replace(part, split=split))
 
 
+BLOCKS = {"scheme": "fp8_block", "hidden": 512, "intermediate": 384}
 SPECIALISED = [
     Case(why="specialised, 2-byte floats", tokens=700, hidden=512, intermediate=384, tiles=special()),
     Case(why="specialised, float16, few rows", tokens=90, hidden=512, dtype=torch.float16, tiles=special()),
     Case(why="specialised, inner size no multiple of its step",
          tokens=300, hidden=768, intermediate=128 * 7, tiles=special(bk=64)),
     Case(why="specialised, static fp8", tokens=700, hidden=512, intermediate=384, scheme="fp8_tensor", tiles=special(bk=128)),
-    Case(why="specialised, blocks", tokens=700, hidden=512, intermediate=384, scheme="fp8_block", tiles=special(bk=128)),
+    Case(why="specialised, blocks", tokens=700, **BLOCKS, tiles=special(bk=128)),
     Case(why="specialised, blocks, hot", tokens=900, hidden=1024, intermediate=512, routing="hot", scheme="fp8_block",
          tiles=special(bk=128, group=4)),
-    Case(why="specialised, blocks, few rows", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
+    Case(why="specialised, blocks, few rows", tokens=200, **BLOCKS, tiles=special(bk=128)),
+    Case(why="specialised, blocks arrive quantised", tokens=700, **BLOCKS, quantised_input=True, tiles=special(bk=128)),
+    Case(why="specialised, all remote", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
          tiles=special(bk=128)),
-    Case(why="specialised, blocks arrive quantised", tokens=700, hidden=512, intermediate=384, scheme="fp8_block",
-         quantised_input=True, tiles=special(bk=128)),
     Case(why="specialised, groups end with the expert", tokens=700, hidden=512, intermediate=384,
          tiles=special(group=2, by_expert=True)),
     Case(why="specialised, groups end with the expert, blocks, hot", tokens=900, hidden=1024, intermediate=512, routing="hot",
          scheme="fp8_block", tiles=special(bk=128, group=4, by_expert=True)),
-    Case(why="specialised, products of 256 columns", tokens=700, hidden=512, intermediate=384, tiles=special(width=256)),
-    Case(why="specialised, products of 256 columns, fp8", tokens=700, hidden=512, intermediate=384, scheme="fp8_tensor",
-         tiles=special(bk=128, width=256)),
-    Case(why="specialised, products of 64 columns", tokens=700, hidden=512, intermediate=384, scheme="fp8_block",
-         tiles=special(bk=128, width=64)),
-    Case(why="specialised, products of 64 columns, few rows", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
-         tiles=special(bk=128, width=64)),
-    Case(why="specialised, second half behind, blocks", tokens=900, hidden=1024, intermediate=512, routing="hot",
+    Case(why="specialised, more items than programs", tokens=3000, hidden=512, intermediate=1024, routing="hot",
+         local=8, total=8, tiles=special(group=8, by_expert=True)),
+    Case(why="specialised, narrow products", tokens=700, **BLOCKS, tiles=special(bk=128, narrow=True)),
+    Case(why="specialised, narrow products, few rows", tokens=200, **BLOCKS, tiles=special(bk=128, narrow=True)),
+    Case(why="specialised, narrow products, everything else", tokens=3000, hidden=1024, intermediate=512, routing="hot",
+         local=8, total=8, scheme="fp8_block", tiles=special(bk=128, group=8, by_expert=True, lag=2, narrow=True)),
+    Case(why="specialised, second part behind, blocks", tokens=900, hidden=1024, intermediate=512, routing="hot",
          scheme="fp8_block", tiles=special(bk=128, lag=1)),
-    Case(why="specialised, second half behind, even, blocks", tokens=900, hidden=1024, intermediate=512, scheme="fp8_block",
+    Case(why="specialised, second part behind, even, blocks", tokens=900, hidden=1024, intermediate=512, scheme="fp8_block",
          tiles=special(bk=128, lag=2)),
-    Case(why="specialised, second half behind, 64 columns", tokens=900, hidden=1024, intermediate=512, routing="hot",
-         scheme="fp8_block", tiles=special(bk=128, lag=3, width=64)),
-    Case(why="specialised, second half behind, 256 columns", tokens=900, hidden=1024, intermediate=512, routing="hot",
-         tiles=special(lag=4, width=256)),
-    Case(why="specialised, next item that nobody has", tokens=3000, hidden=512, intermediate=1024, routing="hot",
-         local=8, total=8, tiles=special(group=8, by_expert=True, dynamic=True)),
-    Case(why="specialised, next item that nobody has, everything else", tokens=3000, hidden=1024, intermediate=512,
-         routing="hot", local=8, total=8, scheme="fp8_block",
-         tiles=special(bk=128, group=8, by_expert=True, dynamic=True, lag=2, width=64)),
-    Case(why="specialised, next item that nobody has, few items", tokens=200, hidden=512, intermediate=384, scheme="fp8_block",
-         tiles=special(bk=128, dynamic=True)),
-    Case(why="specialised, split sums", tokens=700, hidden=512, intermediate=384, tiles=special(split=2, width=256)),
+    Case(why="specialised, second part behind, narrow products", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         scheme="fp8_block", tiles=special(bk=128, lag=3, narrow=True)),
+    Case(why="specialised, second part behind, floats", tokens=900, hidden=1024, intermediate=512, routing="hot",
+         tiles=special(lag=3)),
+    Case(why="specialised, split sums", tokens=700, hidden=512, intermediate=384, tiles=special(split=2)),
     Case(why="specialised, split sums, blocks, steps behind the last column", tokens=700, hidden=512, intermediate=1280,
-         scheme="fp8_block", tiles=special(bk=128, split=4, dynamic=True, group=4, by_expert=True)),
-    Case(why="specialised, split sums, 64 columns", tokens=900, hidden=512, intermediate=1280, scheme="fp8_block",
-         routing="hot", tiles=special(bk=128, split=3, dynamic=True, width=64)),
-    Case(why="specialised, all remote, next item that nobody has", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
-         tiles=special(bk=128, dynamic=True)),
-    Case(why="specialised, all remote", tokens=200, hidden=512, routing="remote", scheme="fp8_block",
-         tiles=special(bk=128)),
+         scheme="fp8_block", tiles=special(bk=128, split=4, group=4, by_expert=True)),
+    Case(why="specialised, split sums, narrow products", tokens=900, hidden=512, intermediate=1280, scheme="fp8_block",
+         routing="hot", tiles=special(bk=128, split=3, narrow=True)),
+    Case(why="specialised, 192 rows", tokens=700, hidden=512, intermediate=384, tiles=special(bm=192)),
+    Case(why="specialised, 192 rows, few of them", tokens=90, hidden=512, intermediate=384, tiles=special(bm=192)),
+    Case(why="specialised, 192 rows, everything else", tokens=3000, hidden=1024, intermediate=512, routing="hot", local=8,
+         total=8, scheme="fp8_tensor", tiles=special(bm=192, bk=128, group=8, by_expert=True, lag=2, split=2)),
 ]  # fmt: skip
 """The interpreter cannot run these: they need a GPU of compute capability 9.0."""
 

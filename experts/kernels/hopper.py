@@ -1,11 +1,12 @@
 """Grouped GEMMs for compute capability 9.0, warp-specialised by hand (Gluon): thick batches, rows that lie expert by expert.
 
-One warp loads by TMA; two warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled and added
-outside the tensor core: Triton keeps all warps in step, so that the tensor cores idle meanwhile; here one warpgroup adds
-while the other one multiplies.
+One warp loads by TMA; two or three warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled and
+added outside the tensor core: Triton keeps all warps in step, so that the tensor cores idle meanwhile; here one warpgroup
+adds while another one multiplies.
 
-A work item is 128 rows of one expert by two blocks of 128 output columns: gate and up in the first GEMM, neighbours in the
-second. The modes are those of `pieces`.
+A work item is BM rows of one expert by two blocks of 128 output columns: gate and up in the first GEMM, neighbours in the
+second. Programs take the next item that nobody has, since tiles differ in cost: parts of 64 rows that a tile does not fill
+are neither loaded nor multiplied. The modes are those of `pieces`.
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT, TENSOR, BLOCK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-HALF_ROWS = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+"""Of one warpgroup."""
 SIDE = gl.constexpr(128)
 FIELDS = gl.constexpr(5)  # as in `pieces`
 
@@ -65,57 +67,51 @@ def _take(queue, posted, taken, num):
 
 
 @gluon.jit
-def _load(xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS: gl.constexpr,
-          SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr, BK: gl.constexpr,
-          STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """The producer, NK steps an item. ROWS weight rows an expert, STEP of them a column block, the second block SECOND rows
-    further. The second half of the rows is left out where the tile has none there.
-
-    DYNAMIC: programs take the next item that nobody has; `counter` (2 numbers) is 0 again when all are done."""
+def _load(xd, wd, tiles, counter, a0, a1, a2, b, full, empty, queue, posted, taken, T, GM, PARTS: gl.constexpr,
+          WEIGHT_ROWS: gl.constexpr, SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr,
+          BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The producer, NK steps an item. WEIGHT_ROWS an expert, STEP of them a column block, the second block SECOND rows
+    further. `counter` (2 numbers) hands out items; it is 0 again when all programs are done."""
     BYTES: gl.constexpr = wd.block_type.nbytes
     num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
     step = 0
     num = 0
     item = gl.program_id(0)
     while item < num_items:
-        if DYNAMIC:
-            _post(queue, posted, taken, num, item)
+        _post(queue, posted, taken, num, item)
         tile, nb, sp = _item(item, tiles, T, num_items // (NB * SPLIT), GM, NB, SPLIT)
         e, row0 = gl.load(tiles + tile), gl.load(tiles + T + tile)
-        w_row = e * ROWS + nb * STEP
-        both = gl.load(tiles + 2 * T + tile) > HALF_ROWS
-        item += gl.num_programs(0)
+        w_row = e * WEIGHT_ROWS + nb * STEP
+        parts = (gl.load(tiles + 2 * T + tile) + ROWS - 1) // ROWS
         for kb in range(NK):
             s = step % STAGES
             mbarrier.wait(empty.index(s), (step // STAGES + 1) & 1)
-            bar, rows, weights, column = full.index(s), a.index(s), b.index(s), (sp * NK + kb) * BK
-            mbarrier.expect(bar, 3 * BYTES, pred=both)
-            mbarrier.expect(bar, 2 * BYTES + BYTES // 2, pred=both == 0)
-            tma.async_copy_global_to_shared(xd, [row0, column], bar, rows.slice(0, HALF_ROWS))
-            tma.async_copy_global_to_shared(
-                xd, [row0 + HALF_ROWS, column], bar, rows.slice(HALF_ROWS, HALF_ROWS), pred=both
-            )
+            bar, weights, column = full.index(s), b.index(s), (sp * NK + kb) * BK
+            for n in gl.static_range(1, PARTS + 1):
+                mbarrier.expect(bar, 2 * BYTES + n * (BYTES // 2), pred=parts == n)
+            tma.async_copy_global_to_shared(xd, [row0, column], bar, a0.index(s))
+            tma.async_copy_global_to_shared(xd, [row0 + ROWS, column], bar, a1.index(s), pred=parts > 1)
+            if PARTS == 3:
+                tma.async_copy_global_to_shared(xd, [row0 + 2 * ROWS, column], bar, a2.index(s), pred=parts > 2)
             tma.async_copy_global_to_shared(wd, [w_row, column], bar, weights.slice(0, SIDE))
             tma.async_copy_global_to_shared(wd, [w_row + SECOND, column], bar, weights.slice(SIDE, SIDE))
-            if DYNAMIC:  # noqa: SIM102 (a constant)
-                if kb == NK // 2:  # early: the answer takes about a microsecond
-                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            if kb == NK // 2:  # early: the answer takes about a microsecond
+                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             step += 1
         num += 1
-    if DYNAMIC:
-        _post(queue, posted, taken, num, item)
-        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
-            gl.store(counter, 0)
-            gl.store(counter + 1, 0)
+    _post(queue, posted, taken, num, item)
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def _store_half(q, out, row0, count, column, OUT: gl.constexpr, HALF: gl.constexpr):
+def _store(q, out, row0, count, column, OUT: gl.constexpr, PART: gl.constexpr):
     """64 x 128 results to `out` (rows, OUT), 16 bytes a thread; rows past `count` are another expert's."""
     PER: gl.constexpr = 128 // q.dtype.primitive_bitwidth
     stored: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [4, 1], [1, 0])
     q = gl.convert_layout(q, stored)
-    m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, stored))
+    m = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stored))
     n = column + gl.arange(0, SIDE, layout=gl.SliceLayout(0, stored))
     at = gl.expand_dims((row0 + m).to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)
     gl.store(out + at, q, mask=gl.expand_dims(m < count, 1))
@@ -138,7 +134,7 @@ def _to_e4m3(v):
 
 @gluon.jit
 def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr, MODE: gl.constexpr,
-            GATED: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+            GATED: gl.constexpr, PART: gl.constexpr):  # fmt: skip
     """GATED: silu(acc0) * acc1, quantised as MODE says; else both blocks as they are."""
     if MODE == TENSOR:
         acc0, acc1 = acc0 * scale, acc1 * scale
@@ -146,48 +142,48 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
         v = _silu(acc0) * acc1
         if MODE == BLOCK:
             top = gl.maximum(gl.max(gl.abs(v), 1), 1e-10)
-            m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, v.type.layout))
+            m = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, v.type.layout))
             gl.store(outs + (row0 + m) * (OUT // SIDE) + nb, top / 448.0, mask=m < count)
             q = _to_e4m3(v * gl.expand_dims(448.0 / top, 1))
         elif MODE == TENSOR:
             q = _to_e4m3(v * (1.0 / gl.load(a2)))
         else:
             q = v.to(out.dtype.element_ty)
-        _store_half(q, out, row0, count, nb * SIDE, OUT, HALF)
+        _store(q, out, row0, count, nb * SIDE, OUT, PART)
     else:
-        _store_half(acc0.to(out.dtype.element_ty), out, row0, count, nb * 2 * SIDE, OUT, HALF)
-        _store_half(acc1.to(out.dtype.element_ty), out, row0, count, nb * 2 * SIDE + SIDE, OUT, HALF)
+        _store(acc0.to(out.dtype.element_ty), out, row0, count, nb * 2 * SIDE, OUT, PART)
+        _store(acc1.to(out.dtype.element_ty), out, row0, count, nb * 2 * SIDE + SIDE, OUT, PART)
 
 
 @gluon.jit
-def _sum_blocks(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, k0, layout: gl.constexpr, NEXT: gl.constexpr,
+def _sum_blocks(rows, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr, NEXT: gl.constexpr,
                 NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
-                HALF: gl.constexpr):  # fmt: skip
+                LAST: gl.constexpr):  # fmt: skip
     """One work item with block scales: every product of 128 inner columns is scaled, then added in float32. Steps k0 to
     k0 + NK of ALL."""
     real = rows < count
     sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
     s1_at = s0_at + NEXT * ALL
-    zero = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
+    zero = gl.zeros((ROWS, SIDE), gl.float32, layout)
     acc0, acc1 = zero, zero
     sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
     for kb in range(NK):
         s = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(full.index(s), phase)
-        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS), b.index(s)
+        x, w = a.index(s), b.index(s)
         product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         nx = gl.minimum(kb + 1, ALL - 1 - k0)  # the next block's scales, ahead of their use
         sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         p = warpgroup_mma_wait(0, deps=[product])
-        if LAG % 2 == 1 and HALF == 0:
-            mbarrier.arrive(turn, count=1, pred=kb == LAG // 2)
+        if LAG % 2 == 1 and not LAST:
+            mbarrier.arrive(ours, count=1, pred=kb == LAG // 2)
         acc0 = _here(acc0 + p * gl.expand_dims(sa * s0, 1))
         mbarrier.wait(full.index(s), phase)  # complete: see `_here`
         product = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         p = warpgroup_mma_wait(0, deps=[product])
-        if LAG > 0 and LAG % 2 == 0 and HALF == 0:
-            mbarrier.arrive(turn, count=1, pred=kb == LAG // 2 - 1)
+        if LAG > 0 and LAG % 2 == 0 and not LAST:
+            mbarrier.arrive(ours, count=1, pred=kb == LAG // 2 - 1)
         barrier_of_warps()
         mbarrier.arrive(empty.index(s), count=1)
         acc1 += p * gl.expand_dims(sa * s1, 1)
@@ -206,9 +202,9 @@ def _quarter(acc, product, sa, sw, bar, phase):
 
 
 @gluon.jit
-def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, block, k0, layout: gl.constexpr,
+def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
                   NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
-                  HALF: gl.constexpr):  # fmt: skip
+                  LAST: gl.constexpr):  # fmt: skip
     """`_sum_blocks` in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go through
     registers, since products of 64 columns that read both operands from shared memory would be bound by that."""
     QUARTER: gl.constexpr = SIDE // 2
@@ -216,14 +212,14 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, bloc
     real = rows < count
     sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
     s1_at = s0_at + NEXT * ALL
-    zero = gl.zeros((HALF_ROWS, QUARTER), gl.float32, layout)
+    zero = gl.zeros((ROWS, QUARTER), gl.float32, layout)
     acc0, acc1, acc2, acc3 = zero, zero, zero, zero
     sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
     for kb in range(NK):
         s = step % STAGES
         phase, bar = (step // STAGES) & 1, full.index(s)
         mbarrier.wait(bar, phase)
-        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS).load(operand), b.index(s)
+        x, w = a.index(s).load(operand), b.index(s)
         p0 = warpgroup_mma(x, w.slice(0, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
         p1 = warpgroup_mma(x, w.slice(QUARTER, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
         nx = gl.minimum(kb + 1, ALL - 1 - k0)
@@ -234,8 +230,8 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, bloc
         p3 = warpgroup_mma(x, w.slice(3 * QUARTER, QUARTER).permute((1, 0)), free1, use_acc=False, is_async=True)
         acc2, _free = _quarter(acc2, p2, sa, s1, bar, phase)
         p = warpgroup_mma_wait(0, deps=[p3])
-        if LAG > 0 and HALF == 0:
-            mbarrier.arrive(turn, count=1, pred=kb == (LAG - 1) // 2)
+        if LAG > 0 and not LAST:
+            mbarrier.arrive(ours, count=1, pred=kb == (LAG - 1) // 2)
         barrier_of_warps()
         mbarrier.arrive(empty.index(s), count=1)
         acc3 += p * gl.expand_dims(sa * s1, 1)
@@ -245,55 +241,55 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, turn, step, row0, count, bloc
 
 
 @gluon.jit
-def _sum_plain(a, b, full, empty, turn, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
-               LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """One work item, summed in the tensor core; a stage is given back while the next one is being multiplied."""
-    acc0 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
-    acc1 = gl.zeros((HALF_ROWS, SIDE), gl.float32, layout)
+def _give_back(empty, ours, step, kb, STAGES: gl.constexpr, LAG: gl.constexpr, LAST: gl.constexpr):
+    """The stage of the step before `step`, while that one is being multiplied."""
+    if LAG > 0 and not LAST:
+        mbarrier.arrive(ours, count=1, pred=kb == (LAG + 1) // 2)
+    barrier_of_warps()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+
+
+@gluon.jit
+def _sum_wide(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
+              LAG: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
+    """One work item, summed in the tensor core; one product for both column blocks, which reads the rows once."""
+    acc = gl.zeros((ROWS, 2 * SIDE), gl.float32, layout)
     for kb in range(NK):
         s = step % STAGES
         mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        x, w = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS), b.index(s)
-        acc0 = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), acc0, is_async=True)
-        acc1 = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-        if LAG > 0 and HALF == 0:
-            mbarrier.arrive(turn, count=1, pred=kb == (LAG + 1) // 2)
-        barrier_of_warps()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+        acc = warpgroup_mma(a.index(s), b.index(s).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        _give_back(empty, ours, step, kb, STAGES, LAG, LAST)
         step += 1
-    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-    barrier_of_warps()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _give_back(empty, ours, step, NK, STAGES, LAG, LAST)
+    acc0, acc1 = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, SIDE)), (0, 2, 1)))
     return acc0, acc1, step
 
 
 @gluon.jit
-def _sum_wide(a, b, full, empty, turn, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
-              LAG: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    """`_sum_plain` with both column blocks in one product, which reads the rows once."""
-    acc = gl.zeros((HALF_ROWS, 2 * SIDE), gl.float32, layout)
+def _sum_halves(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
+                LAG: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
+    """`_sum_wide` in two products: with three consumers ptxas has too few registers to start from for one of 256 columns."""
+    acc0 = gl.zeros((ROWS, SIDE), gl.float32, layout)
+    acc1 = gl.zeros((ROWS, SIDE), gl.float32, layout)
     for kb in range(NK):
         s = step % STAGES
         mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        x = a.index(s).slice(HALF * HALF_ROWS, HALF_ROWS)
-        acc = warpgroup_mma(x, b.index(s).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        if LAG > 0 and HALF == 0:
-            mbarrier.arrive(turn, count=1, pred=kb == (LAG + 1) // 2)
-        barrier_of_warps()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+        x, w = a.index(s), b.index(s)
+        acc0 = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), acc0, is_async=True)
+        acc1 = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        _give_back(empty, ours, step, kb, STAGES, LAG, LAST)
         step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier_of_warps()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    acc0, acc1 = gl.split(gl.permute(gl.reshape(acc, (HALF_ROWS, 2, SIDE)), (0, 2, 1)))
+    acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    _give_back(empty, ours, step, NK, STAGES, LAG, LAST)
     return acc0, acc1, step
 
 
 @gluon.jit
 def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
-    """The second half of a tile that has no rows there: give the stages back as they come, so that phases stay in step."""
+    """A part of a tile that has no rows: give the stages back as they come, so that phases stay in step."""
     for _kb in range(NK):
         s = step % STAGES
         mbarrier.wait(full.index(s), (step // STAGES) & 1)
@@ -307,101 +303,119 @@ def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
 def _beside(left, right):
     """Two blocks of 64 columns -> one of 128."""
     both = gl.join(left, right)  # (64, 64, 2)
-    return gl.reshape(gl.permute(both, (0, 2, 1)), (HALF_ROWS, SIDE))
+    return gl.reshape(gl.permute(both, (0, 2, 1)), (ROWS, SIDE))
 
 
 @gluon.jit
 def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM,
               OUT: gl.constexpr, NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr,
-              NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-              GATED: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
-              HALF: gl.constexpr):  # fmt: skip
-    """A consumer: 64 of the 128 rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
-    LAG: the second consumer starts when the first one has finished so many products of the item."""
+              NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr,
+              WIDTH: gl.constexpr, LAG: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
+              PART: gl.constexpr):  # fmt: skip
+    """A consumer: 64 of the rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
+    LAG: each consumer starts when the one before has finished so many products of the item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // a.dtype.primitive_bitwidth])
+    LAST: gl.constexpr = PART == PARTS - 1
     num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
-    m = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
+    m = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    ours = turn.index(PART % 2)
     step = 0
     num = 0
     scale = 1.0
-    item = _take(queue, posted, taken, num) if DYNAMIC else gl.program_id(0)
+    item = _take(queue, posted, taken, num)
     while item < num_items:
         tile, nb, sp = _item(item, tiles, T, num_items // (NB * SPLIT), GM, NB, SPLIT)
         e, row0, count = gl.load(tiles + tile), gl.load(tiles + T + tile), gl.load(tiles + 2 * T + tile)
-        if LAG > 0 and HALF == 1:
-            mbarrier.wait(turn, num & 1)
-        if HALF == 1 and count <= HALF_ROWS:
+        if LAG > 0 and PART > 0:
+            mbarrier.wait(turn.index(PART - 1), num & 1)
+        if PART > 0 and count <= PART * ROWS:
+            if LAG > 0 and not LAST:
+                mbarrier.arrive(ours, count=1)
             step = _skip(full, empty, step, NK, STAGES)
         else:
-            block = e * BLOCKS + nb * STEP
-            if MODE == BLOCK and WIDTH == SIDE // 2:
-                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, turn, step, row0, count, block,
-                                                     sp * NK, layout, NEXT, NK, ALL, STAGES, LAG, HALF)  # fmt: skip
-                acc0, acc1 = _beside(q0, q1), _beside(q2, q3)
-            elif MODE == BLOCK:
-                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, turn, step, row0, count, block, sp * NK,
-                                               layout, NEXT, NK, ALL, STAGES, LAG, HALF)  # fmt: skip
-            elif WIDTH == 2 * SIDE:
-                acc0, acc1, step = _sum_wide(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
+            block, k0 = e * BLOCKS + nb * STEP, sp * NK
+            if MODE != BLOCK and WIDTH == SIDE:
+                acc0, acc1, step = _sum_halves(a, b, full, empty, ours, step, layout, NK, STAGES, LAG, LAST)
+            elif MODE != BLOCK:
+                acc0, acc1, step = _sum_wide(a, b, full, empty, ours, step, layout, NK, STAGES, LAG, LAST)
+            elif WIDTH == SIDE:
+                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout,
+                                               NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
             else:
-                acc0, acc1, step = _sum_plain(a, b, full, empty, turn, step, layout, NK, STAGES, LAG, HALF)
+                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0,
+                                                     layout, NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
+                acc0, acc1 = _beside(q0, q1), _beside(q2, q3)
             if MODE == TENSOR:
                 scale = gl.load(a1) * gl.load(ws + e)
             at = out + sp * S.to(gl.int64) * OUT
-            _finish(acc0, acc1, at, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, HALF)
+            _finish(acc0, acc1, at, outs, scale, a2, row0, count, nb, OUT, MODE, GATED, PART)
         num += 1
-        item = _take(queue, posted, taken, num) if DYNAMIC else item + gl.num_programs(0)
+        item = _take(queue, posted, taken, num)
 
 
 @gluon.jit(do_not_specialize=["S", "T", "GM"])
 def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
-            MODE: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
-            LAG: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+            MODE: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
+            LAG: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
     GATED.
 
     xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert,
     INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
-    scale of x, a2 that of out, ws (E,). WIDTH: columns of one product: 128; with BLOCK also 64, else also 256. SPLIT > 1, not
-    GATED: out (SPLIT, S, OUT), one sum for each part of the inner columns.
+    scale of x, a2 that of out, ws (E,). BM: 128, or 192 without BLOCK. WIDTH: columns of one product, 64 or 128 with BLOCK,
+    else 256, or 128 with BM 192. SPLIT > 1, not GATED: out (SPLIT, S, OUT), one sum for each part of the inner columns.
     """
     BK: gl.constexpr = xd.block_type.shape[1]
-    ROWS: gl.constexpr = 2 * OUT if GATED else OUT
+    WEIGHT_ROWS: gl.constexpr = 2 * OUT if GATED else OUT
     SECOND: gl.constexpr = OUT if GATED else SIDE
     STEP: gl.constexpr = SIDE if GATED else 2 * SIDE
     NB: gl.constexpr = OUT // STEP
     ALL: gl.constexpr = (INNER + BK - 1) // BK
     NK: gl.constexpr = (ALL + SPLIT - 1) // SPLIT  # steps behind the last column add zero: so TMA fills them
     WAIT: gl.constexpr = LAG if NK >= STAGES else 0  # the first may be a whole item ahead otherwise
-    a = gl.allocate_shared_memory(xd.dtype, [STAGES, SIDE, BK], xd.layout)
+    PARTS: gl.constexpr = BM // ROWS
+    r0 = gl.allocate_shared_memory(xd.dtype, [STAGES, ROWS, BK], xd.layout)
+    r1 = gl.allocate_shared_memory(xd.dtype, [STAGES, ROWS, BK], xd.layout)
+    r2 = gl.allocate_shared_memory(xd.dtype, [STAGES, ROWS, BK], xd.layout) if PARTS == 3 else r1
     b = gl.allocate_shared_memory(wd.dtype, [STAGES, 2 * SIDE, BK], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queue = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn, count=1)
     for s in gl.static_range(2):
+        mbarrier.init(turn.index(s), count=1)
         mbarrier.init(posted.index(s), count=1)
-        mbarrier.init(taken.index(s), count=2)
+        mbarrier.init(taken.index(s), count=PARTS)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=PARTS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    gl.warp_specialize(
-        [
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC,
-                         SPLIT, 0)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, DYNAMIC,
-                         SPLIT, 1)),
-            (_load, (xd, wd, tiles, counter, a, b, full, empty, queue, posted, taken, T, GM, ROWS, SECOND, STEP, NB, NK, BK,
-                     STAGES, DYNAMIC, SPLIT)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if PARTS == 2:
+        gl.warp_specialize([
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
+                         SPLIT, PARTS, 0)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
+                         SPLIT, PARTS, 1)),
+            (_load, (xd, wd, tiles, counter, r0, r1, r2, b, full, empty, queue, posted, taken, T, GM, PARTS, WEIGHT_ROWS,
+                     SECOND, STEP, NB, NK, BK, STAGES, SPLIT)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
+                         SPLIT, PARTS, 0)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
+                         SPLIT, PARTS, 1)),
+            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r2, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
+                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
+                         SPLIT, PARTS, 2)),
+            (_load, (xd, wd, tiles, counter, r0, r1, r2, b, full, empty, queue, posted, taken, T, GM, PARTS, WEIGHT_ROWS,
+                     SECOND, STEP, NB, NK, BK, STAGES, SPLIT)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

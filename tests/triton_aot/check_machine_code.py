@@ -15,7 +15,7 @@ fake_driver.install(CAPABILITY)
 SIZES = {"hidden": 1024, "intermediate": 512, "local": 8, "total": 8}
 THIN, THICK = thin(16), thick(128, wide=True, expand=True, warps=8)
 THICK_BLOCK = thick(64, expand=True, warps=8, bk=128)
-EVERY = {"dynamic": True, "by_expert": True, "split": 2, "group": 8}
+EVERY = {"by_expert": True, "split": 2, "group": 8}
 MMA = {
     "none": "HGMMA",
     "int8_channel": "IGMMA",
@@ -40,13 +40,14 @@ CASES = [
     Case(why="specialised, bf16", tokens=600, tiles=special(), **SIZES),
     Case(why="specialised, static fp8", tokens=600, scheme="fp8_tensor", tiles=special(bk=128), **SIZES),
     Case(why="specialised, fp8 blocks", tokens=600, scheme="fp8_block", tiles=special(bk=128), **SIZES),
-    Case(why="specialised, bf16, every option", tokens=600, tiles=special(width=256, lag=2, **EVERY), **SIZES),
-    Case(why="specialised, static fp8, every option", tokens=600, scheme="fp8_tensor",
-         tiles=special(bk=128, width=256, lag=2, **EVERY), **SIZES),
+    Case(why="specialised, bf16, every option", tokens=600, tiles=special(lag=2, **EVERY), **SIZES),
+    Case(why="specialised, bf16, 192 rows, every option", tokens=600, tiles=special(bm=192, lag=2, **EVERY), **SIZES),
+    Case(why="specialised, static fp8, 192 rows, every option", tokens=600, scheme="fp8_tensor",
+         tiles=special(bm=192, bk=128, lag=2, **EVERY), **SIZES),
     Case(why="specialised, fp8 blocks, every option", tokens=600, scheme="fp8_block",
          tiles=special(bk=128, lag=1, **EVERY), **SIZES),
-    Case(why="specialised, fp8 blocks, products of 64 columns", tokens=600, scheme="fp8_block",
-         tiles=special(bk=128, width=64, lag=2, **EVERY), **SIZES),
+    Case(why="specialised, fp8 blocks, narrow products", tokens=600, scheme="fp8_block",
+         tiles=special(bk=128, narrow=True, lag=2, **EVERY), **SIZES),
 ]  # fmt: skip
 FP8 = ("fp8_tensor", "fp8_channel", "fp8_block")
 ELSEWHERE = [case for case in CASES if "specialised" not in case.why and (CAPABILITY >= 89 or case.scheme not in FP8)]

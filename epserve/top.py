@@ -18,7 +18,13 @@ from epserve.client import Client
 from epserve.errors import EpserveError
 from epserve.serving import epserve_pb2 as pb
 
-STATES = {"serving": "bold green", "starting": "yellow", "recovering": "bold yellow", "resizing": "yellow", "draining": "yellow"}
+STATES = {
+    "serving": "bold green",
+    "starting": "yellow",
+    "recovering": "bold yellow",
+    "resizing": "yellow",
+    "draining": "yellow",
+}
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HEAT = ("blue", "cyan", "green", "yellow", "red")
 """From cold to hot; the blocks' height says the same without colour."""

@@ -199,6 +199,9 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         return Receiver(self.book, finish)
 
+    def interrupt(self) -> None:
+        self.heap.interrupt()
+
     def abandon(self) -> None:
         super().abandon()
         self._broken = True

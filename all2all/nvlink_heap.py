@@ -74,6 +74,10 @@ class Layout:
         return self.flag_bytes + slot * self.slot_bytes + self.parts[name]
 
 
+INTERRUPTED = -1  # of the host's status; the device's codes are positive
+FUTURE = 1 << 20  # beyond any step that can be in flight; flags wrap, and only their distance counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """This rank's view of one slot. Rows are counted over all sources."""
@@ -179,8 +183,28 @@ class Heap:
     def check(self) -> None:
         """Raises RankFailed when a wait has expired. Never blocks: what the device has not reached yet is not known."""
         code = int(self.status[0])
+        if code == INTERRUPTED:
+            raise RankFailed(
+                f"interrupted: another rank is gone, says rank {self.ranks.rank} of {self.ranks.world_size}"
+            )
         if code:
             raise RankFailed(_explain(code, self.ranks))
+
+    def interrupt(self) -> None:
+        """From another thread, while kernels may wait: they see flags of the future and go on, on rows that nobody sent.
+
+        NOTE: copies, not kernels, on a stream of their own: those that wait may hold every multiprocessor. A rank that lives
+        may still write its flag over ours, and then needs no help.
+        """
+        self.status[0] = INTERRUPTED  # before anything that was waited for can be taken for a result
+        if self.ranks.device.type != "cuda":
+            for flags in (flags for slot in self.slots for flags in slot.flags):
+                flags.copy_(flags + FUTURE)
+            return
+        with torch.cuda.device(self.ranks.device), torch.cuda.stream(torch.cuda.Stream(self.ranks.device)):
+            for flags in (flags for slot in self.slots for flags in slot.flags):
+                flags.copy_((flags.cpu() + FUTURE).pin_memory(), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
 
     def close(self, *, collective: bool) -> None:
         self.region.release(collective)

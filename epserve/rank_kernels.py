@@ -255,6 +255,12 @@ class RankKernels:
                 )
         return self.notes()
 
+    def interrupt(self) -> None:
+        """From another thread: a rank is gone, let nothing on the device wait for it."""
+        for path in self.paths.values():
+            if (manager := path.method.manager) is not None:
+                manager.interrupt()
+
     def leave(self) -> None:
         for path in self.paths.values():
             path.leave()

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import random
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -299,6 +300,8 @@ class Rank:
         if dying and self.args.lose == "dispatch":
             os._exit(7)
         began, phase = time.monotonic(), "never"
+        if self.args.interrupt_s:
+            threading.Timer(self.args.interrupt_s, pf.interrupt).start()
         try:
             prepared = pf.prepare(x, routing, quant=pf.spec.quant)
             self.settle()
@@ -310,9 +313,13 @@ class Rank:
             pf.check()
         except RankFailed as error:
             took, phase = time.monotonic() - began, str(error)
-        assert f"rank {self.args.world - 1} did not reach" in phase, phase
-        assert phase.startswith(self.args.lose), phase
-        assert took < self.args.timeout_s + self.args.slack_s, took
+        if self.args.interrupt_s:
+            assert phase.startswith("interrupted: another rank is gone"), phase
+            assert took < self.args.interrupt_s + self.args.slack_s < self.args.timeout_s, took
+        else:
+            assert f"rank {self.args.world - 1} did not reach" in phase, phase
+            assert phase.startswith(self.args.lose), phase
+            assert took < self.args.timeout_s + self.args.slack_s, took
         refused(RankFailed, lambda: pf.prepare(x2, routing2, quant=pf.spec.quant))
         pf.abandon()
         pf.close()
@@ -387,6 +394,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-step", type=int, default=0, help="2**31 - 3 or 2**19 - 3: flags of a phase wrap soon")
     parser.add_argument("--lose", choices=("dispatch", "combine"), help="kill the last rank before this phase")
+    parser.add_argument(
+        "--interrupt-s", type=float, default=0, help="with --lose: tell the others so many seconds later"
+    )
     parser.add_argument("--replays", type=int, default=0, help="replays of a CUDA graph, instead of random steps")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU, which they share by turns")
     parser.add_argument("--provider", choices=tuple(PROVIDERS))

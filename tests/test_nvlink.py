@@ -84,6 +84,15 @@ def test_a_dead_rank_is_named_within_the_limit(world, phase, tmp_path):
     assert out.count(f"{phase}: rank {world - 1} did not reach step 5 within 2 s") == world - 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_who_waits_for_a_dead_rank_can_be_told_to_stop(phase, tmp_path):
+    """Long before the limit: what the supervisor does when a process has ended."""
+    arguments = ["--world", 2, "--lose", phase, "--timeout-s", 200, "--interrupt-s", 1, "--slack-s", 60]
+    out = program("nvlink_stress.py", *arguments, "--meet", tmp_path / "meet", interpreted=True)
+    assert out.count("interrupted: another rank is gone, says rank 0 of 2") == 1
+
+
 @pytest.mark.parametrize(
     "schedule", [alternating(3), two_in_flight(2)], ids=["one_batch_in_flight", "two_batches_in_flight"]
 )

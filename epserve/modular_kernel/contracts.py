@@ -147,6 +147,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         """Raise RankFailed when an earlier step is known to have failed on the device. Never blocks; call it again after
         waiting for the device, when everything is known."""
 
+    def interrupt(self) -> None:
+        """From another thread: a rank is gone, so end every wait for it on the device now. The step's result is void, and
+        `check` raises RankFailed. Default: nothing, for libraries whose waits end otherwise."""
+
     def abandon(self) -> None:
         """Forget outstanding handles after an error that ended the group, so that close() does not complain."""
         self.book.forget()
@@ -184,6 +188,10 @@ class All2AllManager(ABC):
 
     def make(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> FusedMoEPrepareAndFinalizeModular:
         return self.prepare_finalize(self.ranks, spec, options)
+
+    def interrupt(self) -> None:
+        for made in list(self._made.values()):
+            made.interrupt()
 
     def abandon(self) -> None:
         for made in self._made.values():

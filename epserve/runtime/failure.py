@@ -26,6 +26,8 @@ CONSEQUENCES = (
     "remote process has terminated",
     "communicator was aborted",
     "network error",
+    "did not reach step",  # all2all/nvlink
+    "another rank is gone",
 )
 
 # What a process does not recover from: every later call on its device fails, too.

@@ -136,6 +136,12 @@ class RankActor:
         for its timeout: so the connections to nodes that are `unreachable` (addresses) are ended at this end.
         """
         hang_up(unreachable)
+        if self._worker is not None:
+            try:
+                self._worker.kernels.interrupt()
+            except Exception:
+                # Then their own deadline ends the waits; what this thread must still do comes next.
+                log.exception("rank %d: ending the device's waits", self._rank)
         if self._device_kind == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 

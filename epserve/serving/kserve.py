@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from epserve import __version__
-from epserve.errors import EpserveError, InvalidRequest, UnknownLayer
+from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, UnknownLayer
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
@@ -95,7 +95,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[kserve.ModelInferRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[kserve.ModelStreamInferResponse]:
+    ) -> None:
         try:
             caller = self._calls.caller(context)
         except Exception as error:
@@ -114,10 +114,11 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             finally:
                 await answers.put(None)
 
+        await context.send_initial_metadata(())  # see StreamSession.run
         reader = asyncio.create_task(read())
         try:
             while (task := await answers.get()) is not None:
-                yield await task
+                await self._write(context, await task)
             await reader
         except EpserveError as error:  # of reading: bytes that are no message
             await status.abort(context, status.failure_of(error))
@@ -125,6 +126,16 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             for each in (reader, *tasks):
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
+
+    async def _write(self, context: grpc.aio.ServicerContext, answer: kserve.ModelStreamInferResponse) -> None:
+        """Raises DeadlineExceeded where nobody reads: the answers behind this one would lie here for ever."""
+        limit = self._calls.default_deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(answer)
+        except TimeoutError:
+            text = f"request {answer.infer_response.id!r}: its answer was not read within {limit:g} s"
+            raise DeadlineExceeded(text) from None
 
     async def _stream_answer(
         self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None

@@ -70,6 +70,7 @@ class ClientOptions:
             ("grpc.http2.max_frame_size", wire.HTTP2_FRAME_BYTES),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.ping_timeout_ms", 10_000),
             ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted server is found again soon
             ("grpc.max_reconnect_backoff_ms", 2_000),
         ]

@@ -215,7 +215,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
         ("grpc.keepalive_time_ms", 60_000),  # finds peers that vanished without closing
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),  # without it gRPC waits longer, whatever the keepalive's timeout is
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # else a connection that was idle for two pings is never asked again
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
     ]
 

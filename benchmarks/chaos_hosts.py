@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,12 +132,15 @@ def join(hosts: Hosts, number: int) -> None:
         raise SystemExit(f"ray start on host {number}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def fault(hosts: Hosts, service: Service, kind: str, chance: random.Random, heartbeat: float) -> dict:
+def fault(hosts: Hosts, service: Service, kind: str, holds: str, chance: random.Random, heartbeat: float) -> dict:
+    """holds: what the host does whose cable is cut: "rank" or "spare"."""
     service.whole()
     time.sleep(chance.uniform(0.2, 1.0))
     before = service.now
-    number = chance.randrange(1, HOSTS)
-    holds = "rank" if hosts.addresses[number] in before["nodes"] else "spare"
+    ranks = [number for number in range(1, HOSTS) if hosts.addresses[number] in before["nodes"]]
+    others = [number for number in range(1, HOSTS) if number not in ranks]
+    number = chance.choice((ranks if holds == "rank" else others) or ranks or others)
+    holds = "rank" if number in ranks else "spare"
     start = time.monotonic()
     hosts.cable(number, plugged=False)
     if kind == "blip":
@@ -179,6 +183,7 @@ def main() -> int:
     if reason := why_not():
         print(f"cannot cut cables here: {reason}", file=sys.stderr)
         return SKIPPED
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts go in any case
     chance = random.Random(args.seed)
     faults: list[dict] = []
     with tempfile.TemporaryDirectory() as folder, fake_hosts(HOSTS, Path(folder) / "hosts") as hosts:
@@ -189,7 +194,8 @@ def main() -> int:
         service = Service(hosts, path, args.heartbeat)
         for number in range(args.cuts):
             kind = "cut" if number % 2 == 0 else "blip"
-            faults.append(fault(hosts, service, kind, chance, args.heartbeat))
+            holds = "spare" if number % 6 >= 4 else "rank"
+            faults.append(fault(hosts, service, kind, holds, chance, args.heartbeat))
             print(json.dumps(faults[-1]), flush=True)
         last = service.now
         assert service.process.stdin is not None

@@ -182,6 +182,13 @@ def test_unnamed_candidates_are_those_that_can_run(checkpoint):
     assert [path.chosen.all2all for path in alone.paths] == ["local"]
 
 
+def test_another_number_of_ranks_drops_candidates_that_do_not_know_it(checkpoint):
+    config = config_of(checkpoint, ranks=2, all2all_candidates=["all_to_all", "deepep_ht", "nvlink"])
+    for counts, kept in (((4, 4), ("all_to_all", "deepep_ht", "nvlink")), ((3, 3, 2), ("all_to_all", "nvlink"))):
+        engine = rank_plan.resized(config, counts, 8).engine
+        assert (engine.ranks, engine.all2all, engine.all2all_candidates) == (len(counts), "measured", kept)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -6,6 +6,7 @@ otherwise dispatch does, for the number of rows. No CUDA graph is made of either
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +81,10 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return torch.int64
 
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        return self._start(x_MK, routing, sum(tokens_per_rank or ()), beside=False)()
+        return self._start(x_MK, routing, most_rows(tokens_per_rank), beside=False)()
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        return Receiver(self.book, self._start(x_MK, routing, sum(tokens_per_rank or ()), beside=True))
+        return Receiver(self.book, self._start(x_MK, routing, most_rows(tokens_per_rank), beside=True))
 
     def _start(self, x_MK: torch.Tensor, routing: Routing, most: int, *, beside: bool):
         """Dispatch. most: rows that arrive at most, 0 where nobody knows: the host waits for their number. With `beside`
@@ -114,6 +115,13 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         With `most` as many rows come back; those behind the last real one are undefined and have ids of -1.
         """
+        if most:
+            self.buffer.unwaited = True
+        elif getattr(self.buffer, "unwaited", False):
+            # The number of rows of an earlier dispatch, which nobody waited for, must not be taken for this one's.
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)
+            self.buffer.unwaited = False
         timing = self._timing(beside)
         per_rank, _, per_expert, in_rank, laid_out = self.buffer.get_dispatch_layout(
             wanted.ids_Mt, self.experts.total, **timing
@@ -165,6 +173,11 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             return out_MK.copy_(combined[:, :hidden])
 
         return finish
+
+
+def most_rows(tokens_per_rank: Sequence[int] | None) -> int:
+    """That can arrive at a rank; at least one, since none means to the library that nobody knows. 0: nobody does."""
+    return 0 if tokens_per_rank is None else max(1, sum(tokens_per_rank))
 
 
 def configs(num_ranks: int) -> tuple[Any, Any]:

@@ -84,8 +84,7 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -
     """Everything that times depend on, the bucket apart."""
     s, device = spec.shape, weights.w13_eNK.device
     if device.type == "cuda":
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        where = f"{torch.cuda.get_device_name(device)} driver {driver}"
+        where = f"{torch.cuda.get_device_name(device)} driver {_driver()} CUDA {torch.version.cuda}"
     else:
         where = f"{_processor()} with {torch.get_num_threads()} threads"
     packages = ["epserve", *sorted({LIBRARIES[name] for name in candidates if name in LIBRARIES})]
@@ -93,6 +92,15 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -
     scheme = spec.quant.scheme + (" dynamic" if spec.quant.dynamic else "")
     layer = f"K{s.hidden} N{s.intermediate} e{weights.num_experts} E{s.num_experts} t{s.top_k} {s.dtype}"
     return f"{where} | torch {torch.__version__} {versions} | {layer} {scheme} {spec.activation.kind}"
+
+
+def _driver() -> str:
+    """The kernel module's version, as the driver itself tells it; torch tells it in some releases only."""
+    with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as lines:
+        for word in lines.readline().split():
+            if word[:1].isdigit():
+                return word
+    return "of unknown version"
 
 
 def _processor() -> str:

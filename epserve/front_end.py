@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epserve import logs
+from epserve import allocator, logs
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, EpserveError
 from epserve.process import Listen, claim, until_signalled, write_ready
@@ -43,6 +43,7 @@ class Joining:
 async def serve(config: ServerConfig, joining: Joining, *, ready_file: Path | None = None) -> None:
     """Until SIGTERM or SIGINT; then finish what was accepted and return. Raises ConfigError when it cannot join, or when
     the other process serves something else now."""
+    allocator.settle()
     if ready_file is not None:
         claim(ready_file)
     await until_signalled(lambda listen: _serve(config, joining, ready_file, listen))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epserve import allocator
 from epserve.config import Config, read_secret
 from epserve.front_ends import FrontEnds
 from epserve.process import Listen, claim, until_signalled, write_ready
@@ -104,6 +105,7 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
 
     ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
     """
+    allocator.settle()
     if ready_file is not None:
         claim(ready_file)
     await until_signalled(lambda listen: _serve(config, ready_file, listen))

@@ -20,7 +20,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from epserve import logs, rank_plan
+from epserve import allocator, logs, rank_plan
 from epserve.config import Config
 from epserve.errors import NotReady
 from epserve.models import open_checkpoint
@@ -88,6 +88,7 @@ class RankActor:
     def __init__(self, config: Config, device: str):
         self._config, self._device_kind = config, device
         self._rank = -1
+        allocator.settle()
         logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
         self._copies: HostCopies | None = None
         self._worker: Worker | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from epserve import allocator
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError
 from epserve.serving import admin_pb2 as admin_pb
@@ -43,6 +45,8 @@ INFERENCE_SERVICE = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"
 HEALTH_NAMES = ("", SERVICE, INFERENCE_SERVICE)
 HOUSEKEEPING_S = 1.0
 """How often the tokens file is looked at and dead clients' regions are dropped."""
+TRIM_EVERY = 15
+"""Rounds of housekeeping after which free memory goes back to the system."""
 FLUSH_S = 0.5
 """For replies on their way and health watchers, once all accepted calls are done."""
 
@@ -223,8 +227,10 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 async def _keep_house(calls: Calls) -> None:
-    while True:
+    for second in itertools.count(1):
         await asyncio.sleep(HOUSEKEEPING_S)
+        if second % TRIM_EVERY == 0:
+            await asyncio.to_thread(allocator.trim)
         calls.regions.reclaim()
         if calls.accounts.changed():
             calls.accounts.reload()

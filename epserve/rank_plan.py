@@ -31,6 +31,7 @@ from epserve.modular_kernel import (
     why_not,
 )
 from epserve.modular_kernel.selection import MeasuredExperts, Measuring
+from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
 from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.placement import Placement
 
@@ -45,7 +46,12 @@ PREFER_ALL2ALL = {
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
 PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
-RIVALS = {"cpu": ("grouped_mm", "loop"), "cuda": ("triton", "cutlass", "deepgemm")}
+RIVALS = {
+    ("cpu", FusedMoEActivationFormat.Standard): ("grouped_mm", "loop"),
+    ("cpu", FusedMoEActivationFormat.BatchedExperts): ("batched_loop", "batched_mm"),
+    ("cuda", FusedMoEActivationFormat.Standard): ("triton", "cutlass", "deepgemm"),
+    ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
+}
 """Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
 
 METHODS: tuple[type[FusedMoEMethodBase], ...] = (
@@ -260,7 +266,10 @@ def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
     spec = spec if here else replace(spec, device="cpu")
     names = (path.chosen.experts, *path.chosen.rivals)
     made = {name: experts.REGISTRY.get(name)(spec) for name in names}
-    backend = MeasuredExperts(spec, made) if path.chosen.rivals else made[path.chosen.experts]
+    backend: FusedMoEExpertsModular = made[path.chosen.experts]
+    if path.chosen.rivals:
+        batched = activation_format(path.chosen) is FusedMoEActivationFormat.BatchedExperts
+        backend = (MeasuredBatchedExperts if batched else MeasuredExperts)(spec, made)
     rows = path.inner_options.max_tokens_per_rank * spec.layout.num_ranks
     count = spec.layout.counts[rank // spec.layout.slices]
     if activation_format(path.chosen) is FusedMoEActivationFormat.Standard:
@@ -388,8 +397,8 @@ def measuring(config: Config) -> Measuring:
 def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
     """Experts backends that fit and run here beside the chosen one."""
     record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
-    names, standard = RIVALS[spec.device], FusedMoEActivationFormat.Standard
-    if chosen not in names or record.activation_format is not standard:
+    names = RIVALS[spec.device, record.activation_format]
+    if chosen not in names:
         return ()
     known = [name for name in names if name != chosen and name in experts.REGISTRY.names()]
     backends = {name: experts.REGISTRY.get(name) for name in known}

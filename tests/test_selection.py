@@ -24,11 +24,13 @@ from epserve.modular_kernel import (
     Workspaces,
 )
 from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, _example, bucket_of
+from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
 from epserve.modular_kernel.summed import SummedExperts
 from epserve.modular_kernel.times_cache import TimesCache
 from experts.batched_loop import BatchedLoopExperts
+from experts.batched_mm import BatchedMMExperts
 from experts.grouped_mm import GroupedMMExperts
-from experts.loop import LoopExperts
+from experts.loop import LoopExperts, expert_mlp
 
 SPEC = LayerSpec(
     shape=ExpertShape(hidden=32, intermediate=16, num_experts=4, top_k=2, dtype=torch.float32),
@@ -236,7 +238,7 @@ def test_two_batches_in_flight():
         (WrongExperts, "differs from that of a by 0.3"),
         (NanExperts, "differs from that of a by nan"),
         (FailingExperts, "RuntimeError: no compiler on this machine"),
-        (ThrowingExperts, "for 1 rows: ValueError: not for so many"),
+        (ThrowingExperts, "for about 1 rows (0.5 an expert): ValueError: not for so many"),
     ],
 )
 def test_a_broken_candidate_serves_nothing(broken, reason):
@@ -303,10 +305,75 @@ def test_the_budget_ends_the_timing(tmp_path):
 
 
 def test_candidates_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match="'b' does not take"):
+    with pytest.raises(ConfigError, match="Standard format here, which 'b' does not take"):
         MeasuredExperts(SPEC, {"a": GroupedMMExperts(SPEC), "b": BatchedLoopExperts(SPEC)})
     with pytest.raises(ConfigError, match="at least one"):
         MeasuredExperts(SPEC, {})
+
+
+class SlowBatched(BatchedMMExperts):
+    def apply(self, output, prepared, *, weights, workspace):
+        time.sleep(0.02)
+        return super().apply(output, prepared, weights=weights, workspace=workspace)
+
+
+class WrongBatched(BatchedMMExperts):
+    def apply(self, output, prepared, *, weights, workspace):
+        return super().apply(output, prepared, weights=weights, workspace=workspace).mul_(2)
+
+
+@pytest.mark.parametrize("slow", ["batched_loop", "batched_mm"])
+def test_batched_format_has_one_choice_for_all(tmp_path, slow):
+    def make():
+        candidates = {"batched_loop": BatchedLoopExperts(SPEC), "batched_mm": BatchedMMExperts(SPEC)}
+        candidates[slow] = SlowBatched(SPEC)
+        measuring = Measuring(budget_s=60, cache=tmp_path / "times.json")
+        return MeasuredBatchedExperts(SPEC, candidates, measuring=measuring)
+
+    experts, other = make(), "batched_mm" if slow == "batched_loop" else "batched_loop"
+    experts.warm_up(weights(), 24)
+    assert not experts.left_out
+    assert experts.choice(1) == experts.choice(24) == experts.choice(1000) == other
+    assert experts.explain()[0].startswith(f"experts for blocks of 24 rows, about 3 of them filled: {other} (")
+    (choice,) = experts.choices()
+    assert choice.rows == 24 and set(choice.seconds) == {"batched_loop", "batched_mm"}
+    measured(Clock(), cache=tmp_path / "times.json").warm_up(weights(), 1)  # another format's times in the same file
+    again = make()
+    again._measure = lambda *_: pytest.fail("measured again")
+    again.warm_up(weights(), 24)
+    assert again.choices() == experts.choices()
+    prepared = experts._filled(24, weights(), 5)
+    spaces = Workspaces("cpu")
+    spaces.reserve(experts.workspace_shapes(0, 2, 4, 24))
+    spaces.poison()
+    workspace = spaces.carve(experts.workspace_shapes(0, 2, 4, 24))
+    got = experts.apply(workspace.output, prepared, weights=weights(), workspace=workspace)
+    for expert, count in enumerate(prepared.expert_num_tokens.tolist()):
+        want = expert_mlp(prepared.x[expert, :count], weights(), expert)
+        torch.testing.assert_close(got[expert, :count], want, rtol=1e-4, atol=1e-3)
+
+
+def test_whole_blocks_that_might_take_too_long_are_not_tried():
+    candidates = {"batched_loop": SlowBatched(SPEC), "batched_mm": WrongBatched(SPEC)}
+    experts = MeasuredBatchedExperts(SPEC, candidates, measuring=Measuring(budget_s=1.0))
+    experts.warm_up(weights(), 4000)  # 20 ms for 500 filled rows: 4,000 might take 0.16 s
+    assert experts.choices() and experts.left_out
+    experts = MeasuredBatchedExperts(SPEC, candidates, measuring=Measuring(budget_s=0.1))
+    experts.warm_up(weights(), 4000)
+    assert experts.choices() == () and not experts.left_out and experts.choice(4000) == "batched_loop"
+    assert experts.explain() == [
+        "experts for blocks of 4000 rows: not timed, whole blocks might take longer than 0.1 s"
+    ]
+
+
+def test_a_broken_candidate_of_the_batched_format_serves_nothing():
+    candidates = {"batched_loop": BatchedLoopExperts(SPEC), "batched_mm": WrongBatched(SPEC)}
+    experts = MeasuredBatchedExperts(SPEC, candidates, measuring=Measuring(budget_s=60))
+    experts.warm_up(weights(), 24)
+    assert (
+        experts.choice(24) == "batched_loop"
+        and "differs from that of batched_loop by 1" in experts.left_out["batched_mm"]
+    )
 
 
 def test_a_rank_without_experts_measures_nothing():

@@ -72,6 +72,21 @@ def test_ranks_that_share_experts_by_slices(checkpoint, tmp_path):
     assert "N16" in key, "half of the intermediate size"
 
 
+def test_batched_format(checkpoint, tmp_path):
+    config = config_for(checkpoint, tmp_path / "times.json", ranks=2, all2all="all_to_all_batched")
+    tuned = list(tune(config))
+    assert [[choice.rows for choice in each.choices] for each in tuned] == [[64], [64]], (
+        "32 tokens of each of two ranks"
+    )
+    assert all(set(each.choices[0].seconds) == {"batched_loop", "batched_mm"} for each in tuned)
+
+
+def test_nothing_else_fits(tmp_path):
+    path = write("mixtral", tmp_path / "model", dtype=torch.float32, intermediate=36)
+    with pytest.raises(ConfigError, match="only 'loop' fits this layer on cpu and can run here"):
+        list(tune(config_for(path, tmp_path / "times.json")))
+
+
 def test_no_budget_and_no_file(checkpoint, tmp_path):
     worker = Worker(config_for(checkpoint, tmp_path / "times.json", experts_timing_s=0), RankContext())
     worker.load()
@@ -84,7 +99,6 @@ def test_no_budget_and_no_file(checkpoint, tmp_path):
     [
         ({"experts": "loop"}, "'loop': a named backend is not measured"),
         ({"combine_order": "slot", "ranks": 2}, "slot promises the same bits"),
-        ({"all2all": "all_to_all_batched", "ranks": 2}, "there is nothing to measure"),
     ],
 )
 def test_nothing_to_measure(checkpoint, tmp_path, engine, message):

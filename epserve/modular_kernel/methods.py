@@ -22,6 +22,7 @@ from .kernel import FusedMoEModularKernel
 from .quantization import UNQUANTIZED, QuantConfig
 from .registry import Registry
 from .selection import MeasuredExperts, Measuring
+from .selection_batched import MeasuredBatchedExperts
 from .types import ExpertWeights, FusedMoEActivationFormat
 
 SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager]
@@ -103,11 +104,13 @@ class FusedMoEMethodBase(ABC):
         chosen, reasons = self._experts_for(record)
         if chosen is None:
             raise Incompatible(f"no experts backend fits {name}:", tuple(reasons))
-        if backends.measuring is None or record.activation_format is not FusedMoEActivationFormat.Standard:
+        if backends.measuring is None:
             return chosen(self.spec)
         candidates = {name: backends.experts.get(name)(self.spec) for name in self._fitting(record)}
         if len(candidates) == 1:
             return next(iter(candidates.values()))
+        if record.activation_format is FusedMoEActivationFormat.BatchedExperts:
+            return MeasuredBatchedExperts(self.spec, candidates, measuring=backends.measuring)
         every_row = not record.needed_rows_only
         return MeasuredExperts(self.spec, candidates, measuring=backends.measuring, every_row=every_row)
 

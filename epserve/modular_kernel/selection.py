@@ -74,6 +74,8 @@ class MeasuredExperts(FusedMoEExpertsModular):
     serves everything; the order is that of preference.
     """
 
+    FORMAT = FusedMoEActivationFormat.Standard
+
     def __init__(
         self,
         spec: LayerSpec,
@@ -89,8 +91,10 @@ class MeasuredExperts(FusedMoEExpertsModular):
             raise ConfigError("measured selection needs at least one experts backend")
         self.measuring = measuring or Measuring()
         for name, candidate in candidates.items():
-            if FusedMoEActivationFormat.Standard not in candidate.activation_formats():
-                raise ConfigError(f"measured selection is for Standard format, which {name!r} does not take")
+            if self.FORMAT not in candidate.activation_formats():
+                raise ConfigError(
+                    f"measured selection is for {self.FORMAT.name} format here, which {name!r} does not take"
+                )
         for bucket, name in self.measuring.overrides.items():
             if bucket not in BUCKETS or name not in candidates:
                 raise ConfigError(f"override {bucket}: {name!r}; buckets {BUCKETS}, candidates {', '.join(candidates)}")
@@ -109,7 +113,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
     def choice(self, num_rows: int) -> str:
         """By the bucket's times, or those of the largest smaller bucket that has some."""
-        bucket = bucket_of(num_rows)
+        bucket = self._bucket_of(num_rows)
         if bucket not in self._chosen:
             self._chosen[bucket] = self._choose(bucket)
         return self._chosen[bucket]
@@ -141,12 +145,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
             why = "set by hand" if bucket in self.measuring.overrides else "fastest"
             if why == "fastest" and seen and seen[0][0] != chosen:
                 why = f"preferred, within {100 * (MARGIN - 1):.0f} % of the fastest"
-            load = f" ({bucket * self._per_row:.3g} an expert)" if self._per_row else ""
-            lines.append(f"experts for about {bucket} rows{load}: {chosen} ({why}{': ' + text if text else ''})")
+            lines.append(f"experts for {self._describe(bucket)}: {chosen} ({why}{': ' + text if text else ''})")
         unknown = sorted(each for each, times in self.times.items() if TOO_LONG in times)
         if unknown:
             limit = max(self.times[each][TOO_LONG] for each in unknown)
-            lines.append(f"experts for {unknown[0]} rows and more: as for fewer; {limit:g} s were spent on timing")
+            lines.append(f"experts for {self._untimed(unknown[0], limit)}")
         return lines + [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
@@ -169,7 +172,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return next(iter(self.candidates.values())).finalize_weight_and_reduce_impl()
 
     def apply(self, output, prepared, *, weights, workspace):
-        chosen = self.candidates[self.choice(prepared.x.shape[0])]
+        chosen = self.candidates[self.choice(self._size_of(prepared))]
         return self._run(chosen, output, prepared, weights, workspace)
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
@@ -196,7 +199,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         budget = self.measuring.budget_s
         self.times = {bucket: times for bucket, times in stored.items()
                       if set(times) == able or times.get(TOO_LONG, -1.0) >= budget}  # fmt: skip
-        wanted = [bucket for bucket in BUCKETS if bucket <= max_rows and bucket not in self.measuring.overrides]
+        wanted = [bucket for bucket in self._buckets(max_rows) if bucket not in self.measuring.overrides]
         missing = [bucket for bucket in wanted if bucket not in self.times] if len(able) > 1 else []
         if missing and budget > 0:
             self._measure(missing, weights)
@@ -210,6 +213,35 @@ class MeasuredExperts(FusedMoEExpertsModular):
         rows = "every row" if self.every_row else "local rows"
         graph = ", graphs" if self.spec.cuda_graph else ""
         return key_of(self.spec, weights, self.candidates) + f" | {rows}{graph}"
+
+    def _bucket_of(self, size: int) -> int:
+        return bucket_of(size)
+
+    def _buckets(self, max_rows: int) -> list[int]:
+        return [bucket for bucket in BUCKETS if bucket <= max_rows]
+
+    def _size_of(self, prepared: Prepared) -> int:
+        """What the choice depends on."""
+        return prepared.x.shape[0]
+
+    def _describe(self, bucket: int) -> str:
+        load = f" ({bucket * self._per_row:.3g} an expert)" if self._per_row else ""
+        return f"about {bucket} rows{load}"
+
+    def _untimed(self, bucket: int, limit: float) -> str:
+        return f"{bucket} rows and more: as for fewer; {limit:g} s were spent on timing"
+
+    def _examples(self, bucket: int, weights: ExpertWeights) -> list[Prepared]:
+        sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
+        return [_example(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
+
+    def _shapes(self, experts: FusedMoEExpertsModular, prepared: Prepared, num_experts: int) -> WorkspaceShapes:
+        top_k = self.spec.shape.top_k if prepared.routing is None else prepared.routing.ids_Mt.shape[1]
+        return experts.workspace_shapes(prepared.x.shape[0], top_k, num_experts)
+
+    def _real(self, y: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        """The part of a result that is defined, in float32."""
+        return y.float()
 
     def _measure(self, buckets: list[int], weights: ExpertWeights) -> None:
         """From the smallest on, as long as the budget lasts."""
@@ -229,26 +261,27 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
     def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> None:
         """Candidates in turn, so that a machine that slows down slows all of them."""
-        sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
-        batches = [_example(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
-        workspace = spaces.carve(self.workspace_shapes(bucket, self.spec.shape.top_k, weights.num_experts))
+        batches = self._examples(bucket, weights)
+        workspace = spaces.carve(self._shapes(self, batches[0], weights.num_experts))
         able = [name for name in self.candidates if name not in self.left_out]
 
         def run(name: str, batch: Prepared) -> torch.Tensor:
             return self._run(self.candidates[name], workspace.output, batch, weights, workspace)
 
-        want = run(able[0], batches[0]).float().clone()
+        want = self._real(run(able[0], batches[0]), batches[0]).clone()
         for name in able[1:]:
             try:
-                got = run(name, batches[0]).float()
+                got = self._real(run(name, batches[0]), batches[0])
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                self._leave_out(name, f"for {bucket} rows: {type(error).__name__}: {error}".splitlines()[0][:200])
+                self._leave_out(
+                    name, f"for {self._describe(bucket)}: {type(error).__name__}: {error}".splitlines()[0][:200]
+                )
                 continue
             apart = float((got - want).norm() / want.norm().clamp(min=1e-30))
             if not apart <= APART:  # NaN is apart, too
-                text = f"its result for {bucket} rows differs from that of {able[0]} by {apart:.2g} (relative L2)"
+                text = f"its result for {self._describe(bucket)} differs from that of {able[0]} by {apart:.2g} (relative L2)"
                 self._leave_out(name, text)
         able = [name for name in able if name not in self.left_out]
         seen: dict[str, list[float]] = {name: [] for name in able}
@@ -256,7 +289,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
             if repeat and time.perf_counter() > deadline:
                 break
             for name in able:
-                batch = batches[repeat % sets]
+                batch = batches[repeat % len(batches)]
                 seen[name].append(self._timer(functools.partial(run, name, batch)))
         self.times[bucket] = {name: statistics.median(values) for name, values in seen.items()}
 
@@ -266,10 +299,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         LOG.warning("experts %s left out: %s", name, reason)
 
     def _run(self, candidate, output, prepared: Prepared, weights: ExpertWeights, workspace: Workspace):
-        num_rows, top_k = prepared.x.shape[0], self.spec.shape.top_k
-        if prepared.routing is not None:
-            top_k = prepared.routing.ids_Mt.shape[1]
-        shapes = candidate.workspace_shapes(num_rows, top_k, weights.num_experts)
+        shapes = self._shapes(candidate, prepared, weights.num_experts)
         own = Workspace(
             workspace13=view(workspace.workspace13, shapes.workspace13, shapes.dtype),
             workspace2=view(workspace.workspace2, shapes.workspace2, shapes.dtype),

@@ -94,7 +94,7 @@ class RankActor:
         self._worker: Worker | None = None
         self._server: StepServer | None = None
         self._experts: ExpertServer | None = None
-        self._generation = -1
+        self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
         self._step, self._step_start = -1, 0.0
         self._busy = threading.Lock()
 
@@ -130,12 +130,15 @@ class RankActor:
         return self._worker.load_counter.read() if self._worker is not None else b""
 
     @ray.method(concurrency_group="control")
-    def abort(self, unreachable: list[str]) -> None:
-        """End operations that wait for a rank which is gone.
+    def abort(self, generation: int, unreachable: list[str]) -> None:
+        """End operations that wait for a rank which is gone, in the group of this generation: a call that comes late ends no
+        later one.
 
         Gloo needs no help where the process has ended: its sockets break. Behind a cut cable they do not, and gloo would wait
         for its timeout: so the connections to nodes that are `unreachable` (addresses) are ended at this end.
         """
+        if self._newest > generation:
+            return
         hang_up(unreachable)
         if self._worker is not None:
             try:
@@ -211,6 +214,7 @@ class RankActor:
         assert self._worker is not None
         with self._busy:
             start = time.monotonic()
+            self._newest = address.generation
             self._leave_group()
             group = None
             if self._config.engine.ranks > 1:

@@ -238,7 +238,7 @@ class Supervisor:
         if pool.device == "cuda" or unreachable:
             for member in pool.members:
                 if member.alive and member.facts is not None:
-                    member.actor.abort.remote(sorted(unreachable - {member.facts.node_ip}))
+                    member.actor.abort.remote(pool.generation, sorted(unreachable - {member.facts.node_ip}))
         pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
         if pending:
             await asyncio.wait(pending, timeout=SETTLE_S)

@@ -1,13 +1,18 @@
-"""Coverage-guided fuzzing of the door: `python -m benchmarks.fuzz_codec [-runs=N] [CORPUS_FOLDER]` (libFuzzer's options).
+"""Coverage-guided fuzzing of the door: `python -m benchmarks.fuzz_codec [--json=FILE] [-runs=N] [CORPUS_FOLDER]`.
 
-Needs `pip install atheris`. Every input must end in a result or in a typed error; anything else stops the run with the input.
+The options with one dash are libFuzzer's. Needs `pip install -e '.[benchmarks]'`. Every input must end in a result or in a typed
+error; anything else stops the run with the input. FILE keeps the last count.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +33,9 @@ with atheris.instrument_imports(include=["epserve.serving"]):
 MAX_DIMENSION = 5
 FOLDER = Path(tempfile.mkdtemp())
 KEY, REGION_BYTES = "object", 2048
-REPORT_EVERY = 50_000
+REPORT_EVERY = 10_000
+STARTED = time.monotonic()
+report_to: Path | None = None
 counts = {"accepted": 0, "refused": 0, "not a message": 0}
 
 
@@ -129,7 +136,7 @@ def one(payload: bytes) -> None:
         counts["not a message"] += 1
     else:
         counts["accepted"] += 1
-    if sum(counts.values()) % REPORT_EVERY == 0:
+    if sum(counts.values()) % REPORT_EVERY == 0:  # libFuzzer ends the process by itself
         report()
 
 
@@ -163,10 +170,24 @@ def seeds() -> list[bytes]:
 
 
 def report() -> None:
-    print(f"inputs: {counts}, open files: {len(os.listdir('/proc/self/fd'))}", flush=True)
+    files = len(os.listdir("/proc/self/fd"))
+    print(f"inputs: {counts}, open files: {files}", flush=True)
+    if report_to is not None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        run = {
+            "seconds": round(time.monotonic() - STARTED),
+            "machine": platform.platform(),
+            "commit": commit.stdout.strip(),
+        }
+        result = {"inputs": sum(counts.values()), **counts, "open_files": files, "run": run}
+        report_to.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
+    global report_to
+    for argument in [each for each in sys.argv if each.startswith("--json=")]:
+        report_to = Path(argument.removeprefix("--json="))
+        sys.argv.remove(argument)
     torch.set_num_threads(1)
     (FOLDER / KEY).write_bytes(bytes(REGION_BYTES))
     REGISTRY.register_leased("me", name="region", key=KEY, offset=0, size=REGION_BYTES)

@@ -1,0 +1,100 @@
+"""Draws `docs/images/all2all_h200x2.svg` and prints the tables of docs/all2all.md, from the benchmarks' own JSON.
+
+python -m benchmarks.plot_all2all [--check]      --check: exit status 1 when the drawing is not what the JSON gives
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .plot_scaling import GAP_X, HEIGHT, LEFT, TOP, WIDTH, Panel, _colour, _draw_panel
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+OUT = HERE.parent / "docs" / "images" / "all2all_h200x2.svg"
+SHAPE = (7168, 256)
+LINES = {
+    "nvlink": "nvlink",
+    "nvlink_fp8": "nvlink_fp8",
+    "nccl_a2a": "nccl_a2a",
+    "deepep_ht_bf16": "deepep_ht_bf16",
+    "deepep_ll_bf16": "deepep_ll_bf16",
+}
+"""What the drawing has: all that moves rows by itself; ours over DeepEP lies on DeepEP's own lines, or below."""
+COLUMNS = ("floor", "nvlink", "nvlink_fp8", "nccl_a2a", "deepep_ll_bf16", "ours_deepep_ll_bf16", "deepep_ht_bf16",
+           "ours_deepep_ht_bf16")  # fmt: skip
+
+
+def draw(cells: list[dict], layer: list[dict], gpu: str) -> str:
+    round_trip = {
+        name: [(cell["tokens"], cell["round trip"]["us"]) for cell in cells if cell["backend"] == name]
+        for name in LINES
+    }
+    round_trip["floor"] = sorted(
+        {(cell["tokens"], cell["round trip"]["floor_us"]) for cell in cells if cell["backend"] == "nvlink"}
+    )
+    panels = [
+        Panel(title="dispatch + combine, bf16, us", unit="tokens a rank", lines=_full(round_trip), logarithmic=True)
+    ]
+    for scheme in dict.fromkeys(cell["scheme"] for cell in layer):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for cell in layer:
+            if cell["scheme"] == scheme and cell["backend"] in ("nvlink", "nvlink_batched", "deepep_ht", "deepep_ll"):
+                lines.setdefault(cell["backend"], []).append((cell["tokens"], cell["us"]))
+        title = f"whole layer, {'bf16' if scheme == 'none' else scheme}, us"
+        panels.append(Panel(title=title, unit="tokens a rank", lines=_full(lines), logarithmic=True))
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    width = LEFT + len(panels) * (WIDTH + GAP_X)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {TOP + HEIGHT + 50}" font-family="sans-serif">',
+        f'<rect width="{width}" height="{TOP + HEIGHT + 50}" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="15">All-to-all and a DeepSeek-V3 layer on two {gpu}s, lower is better</text>',
+    ]
+    for i, name in enumerate(names):
+        x, y = LEFT + i % 6 * 178, 40 + i // 6 * 15
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" stroke="{_colour(name)}" stroke-width="2.5"/>')
+        parts.append(f'<text x="{x + 22}" y="{y + 4}" font-size="11">{name}</text>')
+    for i, panel in enumerate(panels):
+        parts += _draw_panel(LEFT + i * (WIDTH + GAP_X), TOP, panel)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _full(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    return {name: points for name, points in lines.items() if points}
+
+
+def table(cells: list[dict]) -> str:
+    """Round trips of every number of tokens, us."""
+    found: dict[int, dict[str, float]] = {}
+    for cell in cells:
+        row = found.setdefault(cell["tokens"], {})
+        row[cell["backend"]] = cell["round trip"]["us"]
+        if cell["backend"] == "nvlink":
+            row["floor"] = cell["round trip"]["floor_us"]
+    lines = ["| T | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for tokens in sorted(found):
+        values = [f"{found[tokens][name]:.3g}" if name in found[tokens] else "-" for name in COLUMNS]
+        lines.append(f"| {tokens:,} | " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    report = json.loads((RESULTS / "all2all_h200x2.json").read_text())
+    layer = json.loads((RESULTS / "layer_h200x2.json").read_text())
+    cells = [cell for cell in report["cells"] if (cell["hidden"], cell["experts"]) == SHAPE]
+    drawing = draw(cells, layer["cells"], "NVIDIA H200")
+    if options.check:
+        return 0 if OUT.exists() and OUT.read_text() == drawing else 1
+    OUT.write_text(drawing)
+    print(table(cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,7 @@ from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
     ExpertWeights,
+    FusedMoEActivationFormat,
     FusedMoEModularKernel,
     LayerSpec,
     PrepareFinalizeOptions,
@@ -43,7 +44,7 @@ from epserve.modular_kernel.graphs import StepGraphs
 from epserve.modular_kernel.in_flight import TwoInFlight
 
 PATHS = (("nvlink", "triton"), ("all_to_all", "triton"), ("allgather_reducescatter", "triton"), ("deepep_ht", "triton"),
-         ("deepep_ll", "triton_batched"))  # fmt: skip
+         ("deepep_ll", "triton_batched"), ("nvlink_batched", "triton_batched"))  # fmt: skip
 CPU_PATHS = (("all_to_all", "grouped_mm"), ("allgather_reducescatter", "grouped_mm"))
 LOW_LATENCY_TOKENS = 128
 REPEATS, WARM = 20, 3
@@ -82,7 +83,7 @@ class Candidate:
     def __init__(self, ranks: RankContext, pf_name: str, experts_name: str, args):
         self.ranks, self.name, spec = ranks, pf_name, spec_of(args, ranks.world_size)
         manager = all2all.REGISTRY.get(pf_name)
-        batched = manager.prepare_finalize.capability.most_tokens is not None
+        batched = manager.prepare_finalize.capability.activation_format is FusedMoEActivationFormat.BatchedExperts
         self.cap = min(max(args.tokens), LOW_LATENCY_TOKENS) if batched else max(args.tokens)
         in_flight = 2 if manager.prepare_finalize.capability.async_receive else 1
         options = PrepareFinalizeOptions(max_tokens_per_rank=self.cap, batches_in_flight=in_flight)

@@ -48,10 +48,11 @@ GRAPH_PAIRS = [
     ("local", "triton", 1),
     ("nvlink", "triton", 2),
     ("deepep_ll", "triton_batched", 2),
+    ("nvlink_batched", "triton_batched", 2),
     ("nvshmem", "triton", 2),
 ]
 OVERLAP_PAIRS = [("nvlink", "triton"), ("deepep_ht", "triton"), ("deepep_ll", "triton_batched"), ("all_to_all", "triton"),
-                 ("allgather_reducescatter", "triton"), ("all_to_all_batched", "triton_batched")]  # fmt: skip
+                 ("allgather_reducescatter", "triton"), ("all_to_all_batched", "triton_batched"), ("nvlink_batched", "triton_batched")]  # fmt: skip
 
 
 def need(world: int, *names: str) -> None:

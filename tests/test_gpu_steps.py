@@ -52,7 +52,8 @@ GRAPH_PAIRS = [
     ("nvshmem", "triton", 2),
 ]
 OVERLAP_PAIRS = [("nvlink", "triton"), ("deepep_ht", "triton"), ("deepep_ll", "triton_batched"), ("all_to_all", "triton"),
-                 ("allgather_reducescatter", "triton"), ("all_to_all_batched", "triton_batched"), ("nvlink_batched", "triton_batched")]  # fmt: skip
+                 ("allgather_reducescatter", "triton"), ("all_to_all_batched", "triton_batched"),
+                 ("nvlink_batched", "triton_batched")]  # fmt: skip
 
 
 def need(world: int, *names: str) -> None:

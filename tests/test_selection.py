@@ -169,6 +169,21 @@ def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     assert any("cannot be written" in record.message for record in caplog.records if record.levelno == logging.WARNING)
 
 
+def test_a_file_that_may_not_be_looked_at_and_no_home(tmp_path, monkeypatch, caplog):
+    def forbidden(self, *args, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    cache = TimesCache(tmp_path / "times.json", "key")
+    assert cache.read() == {}
+    cache.write({1: {"a": 1.0}})
+    assert "cannot be read" in caplog.text and "cannot be written" in caplog.text
+    homeless = TimesCache(Path("~nobody-of-this-name/times.json"), "key")
+    homeless.write({1: {"a": 1.0}})
+    assert homeless.read() == {} and "times are not kept" in caplog.text
+
+
 def _write_many(path: Path, name: str) -> None:
     for index in range(20):
         TimesCache(path, f"{name}{index}").write({1: {name: 1.0}})

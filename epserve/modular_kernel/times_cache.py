@@ -27,7 +27,13 @@ class TimesCache:
     """The times of one key: bucket -> candidate -> seconds. A file that cannot be read or written costs a warning, no start."""
 
     def __init__(self, path: Path | None, key: str):
-        self.path, self.key = path.expanduser() if path is not None else None, key
+        self.path, self.key = path, key
+        if path is not None:
+            try:
+                self.path = path.expanduser()
+            except RuntimeError as error:
+                LOG.warning("%s: %s; times are not kept", path, error)
+                self.path = None
 
     def read(self) -> dict[int, dict[str, float]]:
         found = self._load().get(self.key)
@@ -70,10 +76,12 @@ class TimesCache:
             yield
 
     def _load(self) -> dict:
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return {}
         try:
             found = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return {}
         except (OSError, ValueError) as error:
             LOG.warning("%s cannot be read and is measured again: %s", self.path, error)
             return {}

@@ -1,14 +1,18 @@
 """The gate: hidden states to the top-k expert ids and weights of each token. Pure functions.
 
-Computes what the routers of Hugging Face transformers compute, in the same order of operations and the same dtypes, so
-that ids and weights agree bit for bit on the same device.
+On the CPU it computes what the routers of Hugging Face transformers compute, in the same order of operations and the same
+dtypes, so that ids and weights agree bit for bit. On CUDA devices two kernels (`experts/triton_gate.py`) take its place: the
+same definition in exact products and float32 sums, and among equal scores the lowest expert id first. What they do not
+know goes through torch there too, in parts or whole, with the same rule for equal scores.
 
 Legend: M tokens, K hidden size, E logical experts, G groups of experts, t = top-k.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib.util
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +81,8 @@ class GateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateWeights:
-    """`weight_EK`: float32 where the spec says `logits_float32`, else the model's dtype; `bias_E` likewise.
+    """`weight_EK`: the model's dtype, or float32 where the spec says `logits_float32` (there the product is in float32
+    whatever the weight is held in); `bias_E` likewise.
 
     `correction_bias_E`: float32, there exactly when `GateSpec.correction_bias`.
     """
@@ -90,6 +95,13 @@ class GateWeights:
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
     """Logical expert ids and weights of each token; `(0, K)` gives `(0, t)`."""
     assert spec.scoring != "client", "requests of this model bring their routing"
+    kernels = _kernels(x_MK, weights.weight_EK)
+    if (
+        kernels is not None
+        and kernels.multiplies(x_MK, weights, spec)
+        and kernels.chooses(spec, weights.weight_EK.shape[0])
+    ):
+        return kernels.route(x_MK, weights, spec)
     if spec.logits_float32:
         logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
     else:
@@ -100,15 +112,18 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
 def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
     """The part of `route` after the matrix product."""
     assert (correction_bias_E is not None) == spec.correction_bias
+    kernels = _kernels(logits_ME)
+    if kernels is not None and logits_ME.dtype in kernels.DTYPES and kernels.chooses(spec, logits_ME.shape[1]):
+        return kernels.choose(logits_ME, correction_bias_E, spec)
     if spec.scoring == "softmax_of_topk":
-        chosen_Mt, ids_Mt = torch.topk(logits_ME, spec.top_k, dim=-1, sorted=spec.sorted)
+        chosen_Mt, ids_Mt = _top(logits_ME, spec.top_k, spec.sorted)
         weights_Mt = torch.softmax(chosen_Mt, dim=-1)
     else:
         scores_ME = _scores(logits_ME, spec.scoring)
         choice_ME = scores_ME if correction_bias_E is None else scores_ME + correction_bias_E
         if spec.num_groups > 1:
             choice_ME = _limit_to_groups(choice_ME, spec)
-        ids_Mt = torch.topk(choice_ME, spec.top_k, dim=-1, sorted=spec.sorted).indices
+        ids_Mt = _top(choice_ME, spec.top_k, spec.sorted)[1]
         weights_Mt = scores_ME.gather(1, ids_Mt)
     if spec.renormalise:
         weights_Mt = weights_Mt / (weights_Mt.sum(dim=-1, keepdim=True) + spec.renormalise_epsilon)
@@ -117,6 +132,56 @@ def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None
     if spec.round_weights:
         weights_Mt = weights_Mt.to(logits_ME.dtype)
     return Routing(ids_Mt=ids_Mt.int(), weights_Mt=weights_Mt.float())
+
+
+def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeights:
+    """As the device likes them: on CUDA a float32 weight in the model's 16-bit `dtype`, where that loses nothing.
+
+    Checkpoints store 16 bits even where the product is in float32: half the bytes, and tensor cores. Waits for the device.
+    """
+    weight_EK = weights.weight_EK
+    if not weight_EK.is_cuda or not spec.logits_float32 or weight_EK.dtype != torch.float32 or dtype.itemsize != 2:
+        return weights
+    narrow_EK = weight_EK.to(dtype)
+    return replace(weights, weight_EK=narrow_EK) if torch.equal(narrow_EK.float(), weight_EK) else weights
+
+
+def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
+    """Compile what hidden states of `dtype`, however many, need on the weights' device. Without kernels: nothing."""
+    kernels = _kernels(weights.weight_EK)
+    if kernels is not None and spec.scoring != "client" and kernels.chooses(spec, weights.weight_EK.shape[0]):
+        kernels.warm_up(weights, spec, dtype)
+
+
+def _kernels(*tensors: torch.Tensor):
+    """The module of the gate's kernels where these tensors are its own; they have no derivative."""
+    if not tensors[0].is_cuda or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
+        return None
+    return _kernel_module()
+
+
+@functools.cache
+def _kernel_module():
+    """None where Triton is not installed or does not run on this device."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from experts import triton_gate
+
+    return triton_gate if triton_gate.unavailable() is None else None
+
+
+def _top(values: torch.Tensor, k: int, in_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of the last dimension and where they are. On a GPU the lowest index comes first among equals, as in the
+    kernels; on the CPU torch.topk decides, as in transformers."""
+    if values.is_cuda:
+        return _stable_top(values, k)
+    found = torch.topk(values, k, dim=-1, sorted=in_order)
+    return found.values, found.indices
+
+
+def _stable_top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.sort(values, dim=-1, descending=True, stable=True)
+    return found.values[..., :k], found.indices[..., :k]
 
 
 def _scores(logits_ME: torch.Tensor, scoring: str) -> torch.Tensor:
@@ -131,7 +196,7 @@ def _limit_to_groups(choice_ME: torch.Tensor, spec: GateSpec) -> torch.Tensor:
         group_MG = choice_MGe.topk(2, dim=-1).values.sum(dim=-1)
     else:
         group_MG = choice_MGe.amax(dim=-1)
-    best = torch.topk(group_MG, spec.top_groups, dim=-1, sorted=False).indices
+    best = _top(group_MG, spec.top_groups, False)[1]
     excluded_MG = torch.ones_like(group_MG, dtype=torch.bool).scatter_(1, best, False)
     return choice_MGe.masked_fill(excluded_MG.unsqueeze(-1), float("-inf")).flatten(1)
 

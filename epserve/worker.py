@@ -28,7 +28,8 @@ from epserve import rank_plan
 from epserve.config import Config
 from epserve.errors import CheckpointError, InternalError
 from epserve.expert_load import LoadCounter
-from epserve.gate import route
+from epserve.gate import fitted, route
+from epserve.gate import warm_up as warm_up_gate
 from epserve.models import LayerWeights, open_checkpoint
 from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
@@ -209,7 +210,12 @@ class Worker:
         self.phase = "warm-up"
         self._build()
         with torch.no_grad():
-            self.kernels.warm_up(next(iter(self._layers.values())), self.clock.enter)
+            for weights in self._layers.values():
+                warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype)
+            first = next(iter(self._layers.values()))
+            self.kernels.warm_up(first, self.clock.enter)
+            if first.shared is not None:
+                first.shared.warm_up()
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
         shape = self.plan.spec.shape
         x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
@@ -323,7 +329,8 @@ class Worker:
         wanted = placement.experts_of(self.ranks.rank)
         read = (source or self).load_layer(layer, wanted, self.ranks.device)
         ready = self.kernels.prepare_weights(read.experts)
-        self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=replace(read, experts=ready))
+        read = replace(self._with_gate(read), experts=ready)
+        self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read)
         return True
 
     def capture_staged(self, layer: int) -> None:
@@ -352,7 +359,10 @@ class Worker:
         return source if slices == 1 else SlicedLayers(source, self.info.quant, self.ranks.rank % slices, slices)
 
     def _read(self, layer: int, placement: Placement, ranks: RankContext) -> LayerWeights:
-        return self.load_layer(layer, placement.experts_of(ranks.rank), ranks.device)
+        return self._with_gate(self.load_layer(layer, placement.experts_of(ranks.rank), ranks.device))
+
+    def _with_gate(self, read: LayerWeights) -> LayerWeights:
+        return replace(read, gate=fitted(read.gate, self.info.gate, self.info.dtype))
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""

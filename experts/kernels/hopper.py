@@ -214,16 +214,17 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, bloc
     s1_at = s0_at + NEXT * ALL
     zero = gl.zeros((ROWS, QUARTER), gl.float32, layout)
     acc0, acc1, acc2, acc3 = zero, zero, zero, zero
-    sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
+    sa = gl.load(sa_at, mask=real, other=0.0)
     for kb in range(NK):
         s = step % STAGES
+        here, nx = gl.minimum(kb, ALL - 1 - k0), gl.minimum(kb + 1, ALL - 1 - k0)
+        s0, s1 = gl.load(s0_at + here), gl.load(s1_at + here)
         phase, bar = (step // STAGES) & 1, full.index(s)
         mbarrier.wait(bar, phase)
         x, w = a.index(s).load(operand), b.index(s)
         p0 = warpgroup_mma(x, w.slice(0, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
         p1 = warpgroup_mma(x, w.slice(QUARTER, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
-        nx = gl.minimum(kb + 1, ALL - 1 - k0)
-        sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
+        sa2 = gl.load(sa_at + nx, mask=real, other=0.0)  # the next block's scales, ahead of their use
         acc0, free0 = _quarter(acc0, p0, sa, s0, bar, phase)
         p2 = warpgroup_mma(x, w.slice(2 * QUARTER, QUARTER).permute((1, 0)), free0, use_acc=False, is_async=True)
         acc1, free1 = _quarter(acc1, p1, sa, s0, bar, phase)
@@ -235,7 +236,7 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, bloc
         barrier_of_warps()
         mbarrier.arrive(empty.index(s), count=1)
         acc3 += p * gl.expand_dims(sa * s1, 1)
-        sa, s0, s1 = sa2, s02, s12
+        sa = sa2
         step += 1
     return acc0, acc1, acc2, acc3, step
 

@@ -1,6 +1,7 @@
 """What the Triton experts compile for a GPU that is not there: every kernel of one `apply`, with its machine code."""
 
 import dataclasses
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -92,6 +93,19 @@ def machine_code(compiled) -> str:
         file.write(compiled.asm["cubin"])
         file.flush()
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_products(code: str) -> list[str]:
+    """Instructions that spill inside the innermost loops with warpgroup products; elsewhere they are once a work item."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
+    loops = [(int(target, 16), at) for at, text in lines for target in re.findall(r"BRA\S* 0x([0-9a-f]+)", text)
+             if int(target, 16) < at]  # fmt: skip
+    bodies = [[text for at, text in lines if first <= at <= last] for first, last in loops]
+    with_products = [body for body in bodies if any("GMMA" in text for text in body)]
+    smallest = min(map(len, with_products))
+    assert smallest < 1000, "the loop over steps was not found"
+    inner = [body for body in with_products if len(body) < 3 * smallest]
+    return [text for body in inner for text in body if "STL" in text or "LDL" in text]
 
 
 def resized(case: Case, **options) -> Case:

@@ -37,7 +37,7 @@ from epserve.serving import wire
 SIZES = {"hidden": 2048, "intermediate": 64, "num_experts": 8, "top_k": 2, "num_layers": 1, "seed": 1}
 TOKENS = {"8 KB": 1, "1 MB": 128}
 """float32 rows of 8 KiB."""
-READY_S = 180.0
+READY_S = 400.0  # Ray, Serve and torch on a busy machine
 SIDES = ("epserve", "serve", "serve batched")
 JOIN_WAIT_S = 0.001
 JOIN_MOST = 64

@@ -242,7 +242,8 @@ class Target:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
         self.server: Server = self.run(self._start())
         self.x = torch.randn(2, HIDDEN)
 
@@ -338,6 +339,8 @@ def main() -> None:
     target.run(target.good())
     seconds, files_now = time.monotonic() - started, len(os.listdir("/proc/self/fd"))
     target.run(target.stop())
+    target.loop.call_soon_threadsafe(target.loop.stop)
+    target.thread.join()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "cases": ran,

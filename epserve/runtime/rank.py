@@ -36,6 +36,8 @@ from .transport import LinkAddress, StepServer
 
 log = logging.getLogger(__name__)
 
+TRIM_S = 15.0
+"""How often a CPU rank, whose batches of all sizes are its heap, gives free memory back to the system."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
 
 
@@ -89,6 +91,7 @@ class RankActor:
         self._config, self._device_kind = config, device
         self._rank = -1
         allocator.settle()
+        self._trimmed = time.monotonic()
         logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
         self._copies: HostCopies | None = None
         self._worker: Worker | None = None
@@ -119,6 +122,9 @@ class RankActor:
     @ray.method(concurrency_group="control")
     def ping(self) -> Pulse:
         worker = self._worker
+        if self._device_kind == "cpu" and time.monotonic() - self._trimmed > TRIM_S:
+            self._trimmed = time.monotonic()
+            allocator.trim()
         seconds = time.monotonic() - self._step_start if self._step >= 0 else 0.0
         phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
         late = worker.late_compiles if worker is not None else 0

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from experts.triton_tiles import SHARED_MEMORY
 from tests.triton_aot import fake_driver
 from tests.triton_aot.compiled import kernels, machine_code, spills_in_products
 from tests.triton_cases import Case, special, thick, thin
@@ -61,6 +62,7 @@ def test_warpgroup_instructions_and_no_spills(case, batched):
     for name, variants in kernels(case, batched=batched).items():
         for compiled in variants:
             code = machine_code(compiled)
+            assert compiled.metadata.shared <= SHARED_MEMORY, f"{name} does not fit"
             if name == "grouped":
                 assert not spills_in_products(code), f"{name} spills registers at each step"
             else:

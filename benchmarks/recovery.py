@@ -37,7 +37,8 @@ PHASES = ("prepare", "experts", "finalize")
 FAULTS = ("idle", *PHASES, "stop", "cold")
 HANG_S = 300.0
 CALM_S = 1.0  # between faults, once everything is as it was
-TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
+TOLERANCE = {torch.float32: (1e-5, 0.0), torch.bfloat16: (1.5e-2, 0.05)}
+"""Relative L2 error of a row, and the share of rows that may exceed it: near ties of the gate fall differently in bfloat16."""
 
 
 class MortalRank(RankActor):
@@ -79,7 +80,10 @@ class Bench:
                 self.refused += 1
                 await asyncio.sleep(0.01)
                 continue
-            torch.testing.assert_close(y, self.expected, **self.tolerance)
+            limit, strays = self.tolerance
+            errors = (y.double() - self.expected.double()).norm(dim=1) / self.expected.double().norm(dim=1)
+            far = (errors > limit).sum().item()  # NaN is never small
+            assert not errors.isnan().any() and far <= strays * len(errors), f"{far} rows are wrong: {errors.max():.2e}"
             return
 
     async def until(self, condition) -> float:

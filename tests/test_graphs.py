@@ -3,6 +3,7 @@ the real ones."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,27 @@ def test_a_shorter_batch_is_padded_with_rows_that_go_nowhere():
 def test_the_busiest_rank_decides_the_bucket(counts, bucket):
     graphs = Recorded(None, RankContext(world_size=2), CASES["plain"].spec(2), (1, 8))
     assert graphs.bucket(counts) == graphs.bucket(tuple(reversed(counts))) == bucket
+
+
+def test_the_pool_of_graphs_that_are_all_gone_is_not_used_again(monkeypatch):
+    """torch refuses a pool that no graph holds any more."""
+    handles, used = iter(range(9)), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, pool, **other: used.append(pool) or nullcontext())
+
+    class OnCpu(StepGraphs):
+        device_type = "cpu"
+
+    graphs = OnCpu(lambda x_MK, *args, **kwargs: x_MK, RankContext(), CASES["plain"].spec(1), (1, 2))
+    for key in ("a", "b"):
+        graphs.capture(key, None, None)
+    graphs.drop("a")
+    graphs.capture("c", None, None)
+    graphs.drop("b")
+    graphs.drop("c")
+    graphs.capture("d", None, None)
+    assert used == [0] * 6 + [1] * 2
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 1), (8, 1), (1, 1)])

@@ -104,7 +104,8 @@ class StepGraphs:
     def _record(self, run: Callable[[], None]) -> Any:
         """Something whose `replay()` does on the device what `run` launches."""
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._graphs:  # the pool of graphs that are all gone is closed, and torch refuses it
+            self._pool = torch.cuda.graph_pool_handle()
         # One pool for all: graphs replay one at a time, and what they leave lies in `out_MK`, outside of it.
         # "thread_local": other threads of this process may allocate meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

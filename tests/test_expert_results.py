@@ -20,8 +20,7 @@ def test_the_page_states_the_mean_and_every_cell():
     assert f"**Geometric mean {statistics.geometric_mean(cell['x_best'] for cell in CELLS):.3f}" in page
     assert f"{sum(cell['x_best'] <= 1 for cell in CELLS)} cells\nare at or ahead" in page
     for cell in CELLS:
-        mark = "*" if cell["run"] == 1 else ""
-        assert f"{cell['us']:.0f} ({cell['x_floor']:.2f}, {cell['x_best']:.2f}{mark})" in page
+        assert f"{cell['us']:.0f} ({cell['x_floor']:.2f}, {cell['x_best']:.2f})" in page
 
 
 def test_cells_are_handed_to_whoever_is_clearly_faster(tmp_path):

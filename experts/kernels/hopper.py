@@ -110,11 +110,9 @@ def _store(q, out, row0, count, column, OUT: gl.constexpr, PART: gl.constexpr):
     """64 x 128 results to `out` (rows, OUT), 16 bytes a thread; rows past `count` are another expert's. 4-byte results go
     out as they lie in the accumulator, 32 bytes in a row: shared memory has no room to bring them together."""
     PER: gl.constexpr = 128 // q.dtype.primitive_bitwidth
-    if q.dtype.primitive_bitwidth == 32:
-        stored: gl.constexpr = q.type.layout
-    else:
-        stored: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [4, 1], [1, 0])
-        q = gl.convert_layout(q, stored)
+    rows: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [4, 1], [1, 0])
+    stored: gl.constexpr = q.type.layout if PER == 4 else rows
+    q = gl.convert_layout(q, stored)
     m = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stored))
     n = column + gl.arange(0, SIDE, layout=gl.SliceLayout(0, stored))
     at = gl.expand_dims((row0 + m).to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)

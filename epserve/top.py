@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -154,14 +157,30 @@ def run(address: str, *, token: str | None, tls_ca: Any, interval_s: float, once
         if once:
             console.print(view)
             return
-        with Live(view, console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval_s)
+        with _interrupted() as stop, Live(view, console=console, screen=True, auto_refresh=False) as live:
+            while not stop.wait(interval_s):
                 try:
                     view.take(client.status(timeout=max(interval_s, 2.0)), time.monotonic())
                 except EpserveError as error:  # it may be restarting
                     view.trouble = str(error)
                 live.update(view, refresh=True)
+
+
+@contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Set by Ctrl-C; at the end of the block that becomes KeyboardInterrupt again. Raised at once it can be lost: inside a
+    callback of gRPC Python only reports it."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if stop.is_set():
+        raise KeyboardInterrupt
 
 
 def heat(loads: Sequence[int], hottest: int) -> Text:

@@ -9,7 +9,7 @@ import pytest
 # Page faults of 100 megabyte-sized messages, after the first ones.
 SCRIPT = """
 import resource, sys
-from epserve.serving.allocator import keep_freed_memory
+from epserve.allocator import keep_freed_memory
 if sys.argv[1] == "kept" and not keep_freed_memory():
     print(-1); sys.exit()
 def message():

@@ -24,7 +24,6 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve_pb
 from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
 from epserve.serving.admin import AdminServicer
-from epserve.serving.allocator import keep_freed_memory
 from epserve.serving.calls import Calls
 from epserve.serving.clients import Accounts
 from epserve.serving.doorbell import Doorbell
@@ -95,7 +94,7 @@ class Server:
     async def start(self) -> None:
         """Raises ConfigError when certificates or tokens cannot be read or the address cannot be bound."""
         config = self._config
-        keep_freed_memory()
+        allocator.keep_freed_memory()
         credentials = auth.server_credentials(config)
         accounts = Accounts(config.tokens_file)
         guards = [auth.TokenInterceptor(accounts)] if accounts.guarded else []

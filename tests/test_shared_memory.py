@@ -175,14 +175,16 @@ async def test_memory_is_not_used_again_while_a_rank_that_was_given_up_may_write
 
 async def test_a_stranger_cannot_make_a_rank_map_memory(arena):
     server = StepServer(double)
-    with server.address.connect() as stranger:
-        with pytest.raises(ConnectionError):  # hung up on, before or after all has been sent
-            wire.send_with_descriptor(stranger, {"token": "no", "arena": arena.size}, arena.fd)
-            wire.receive_header(stranger)
-    with server.address.connect() as engine:  # the right token with memory of another size
-        with pytest.raises(ConnectionError):
-            wire.send_with_descriptor(engine, {"token": server.address.token, "arena": 17}, arena.fd)
-            wire.receive_header(engine)
+
+    def refused(token: str, size: int) -> None:
+        with server.address.connect() as caller:
+            wire.send_with_descriptor(caller, {"token": token, "arena": size}, arena.fd)
+            wire.receive_header(caller)
+
+    with pytest.raises(ConnectionError):  # hung up on, before or after all has been sent
+        refused("no", arena.size)
+    with pytest.raises(ConnectionError):  # the right token with memory of another size
+        refused(server.address.token, 17)
     await until(lambda: num_open() == 2)  # the arena's own, and the one that Python's mmap keeps
     link = await SocketLink.open(server.address, lambda: None, arena)
     await asyncio.wait_for(link.beat(), LIMIT_S)

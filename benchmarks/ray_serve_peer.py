@@ -59,7 +59,8 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
 
     from epserve.modular_kernel import RankContext
     from epserve.serving import codec
-    from epserve.worker import StepPlan, Worker
+    from epserve.step import StepPlan
+    from epserve.worker import Worker
 
     class Replica:
         def __init__(self) -> None:

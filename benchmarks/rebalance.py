@@ -29,7 +29,8 @@ from epserve.models.demo import write_demo_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.runtime.engine import Batch, Engine
 from epserve.runtime.records import StepRecord
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 LAYER = 1
 WARM = 10

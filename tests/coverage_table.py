@@ -33,7 +33,8 @@ from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
 from epserve.modular_kernel import RankContext, check_routing
 from epserve.serving import epserve_pb2 as pb
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 from .coverage_families import CASES, Case, architecture, families, tiny_config
 

@@ -18,7 +18,8 @@ from epserve.models import open_checkpoint
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.crossover import Crossover, agree, check_budget, slowest
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 from .cases import CASES
 from .checkpoints import LAYER, write

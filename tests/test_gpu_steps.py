@@ -30,7 +30,7 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.graphs import StepGraphs
 from epserve.modular_kernel.in_flight import TwoInFlight
-from epserve.worker import StepPlan
+from epserve.step import StepPlan
 
 from . import test_gpu_service
 from .cases import reference

@@ -16,7 +16,8 @@ from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.graphs import StaticBatch, StepGraphs, why_no_graphs
 from epserve.placement import Placement
 from epserve.rank_plan import choose_backends
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 from .cases import CASES
 from .checkpoints import LAYER, write

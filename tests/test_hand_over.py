@@ -23,7 +23,8 @@ from epserve.placement import Placement
 from epserve.runtime import hand_over
 from epserve.runtime.copies import LAYER_WIDE, HostCopies, _pick
 from epserve.runtime.hand_over import ExpertServer, PeerSource
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 from experts.loop import LoopExperts
 from tests import triton_cases
 from tests.checkpoints import LAYER, write

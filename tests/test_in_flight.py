@@ -12,7 +12,7 @@ from epserve.errors import Incompatible
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.in_flight import TwoInFlight, cut, pieces_of
-from epserve.worker import StepPlan
+from epserve.step import StepPlan
 
 from .cases import CASES, TOLERANCE, reference
 from .checkpoints import LAYER, write

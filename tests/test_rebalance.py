@@ -18,7 +18,8 @@ from epserve.placement import Placement, pack_slots
 from epserve.runtime import changes
 from epserve.runtime.copies import HostCopies
 from epserve.runtime.engine import Batch, Engine
-from epserve.worker import Arrangement, StepError, StepPlan, Worker
+from epserve.step import Arrangement, StepError, StepPlan
+from epserve.worker import Worker
 from tests.checkpoints import LAYER, edit, edit_config, write
 from tests.ranks import run_ranks
 from tests.test_models import quantise_blocks

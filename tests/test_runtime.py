@@ -37,7 +37,7 @@ from epserve.runtime.failure import Failure, RankLost, from_exception, root_caus
 from epserve.runtime.members import check_distinct_gpus
 from epserve.runtime.rank import RankFacts, interface_of
 from epserve.runtime.transport import SocketLink, StepServer
-from epserve.worker import StepError
+from epserve.step import StepError
 from tests.checkpoints import LAYER, write
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -28,7 +28,8 @@ from epserve.modular_kernel.in_flight import TwoInFlight
 from epserve.modular_kernel.quantization import FP8
 from epserve.placement import Placement
 from epserve.plan import plan_memory
-from epserve.worker import StepPlan, Worker
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 from .cases import CASES, TOLERANCE, make_inputs, reference
 from .checkpoints import LAYER, write

@@ -14,8 +14,9 @@ from epserve.errors import ConfigError
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.selection import MeasuredExperts
 from epserve.service import running
+from epserve.step import StepPlan
 from epserve.tune import tune
-from epserve.worker import StepPlan, Worker
+from epserve.worker import Worker
 from tests.checkpoints import LAYER, write
 
 

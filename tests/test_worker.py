@@ -12,7 +12,8 @@ from epserve.errors import ConfigError, Incompatible, InternalError
 from epserve.gate import route
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
-from epserve.worker import StepError, StepPlan, Worker
+from epserve.step import StepError, StepPlan
+from epserve.worker import Worker
 from tests.checkpoints import LAYER, write
 from tests.ranks import RanksFailed, run_ranks
 

@@ -26,7 +26,7 @@ from epserve import rank_plan
 from epserve.errors import ConfigError, EpserveError, NotReady
 from epserve.modular_kernel import ExpertLayout
 from epserve.placement import Placement
-from epserve.worker import Arrangement
+from epserve.step import Arrangement
 
 from .members import call_all
 from .transport import LinkAddress

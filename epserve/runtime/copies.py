@@ -10,7 +10,7 @@ import torch
 
 from epserve.errors import NotReady
 from epserve.models import LayerWeights
-from epserve.worker import LayerSource
+from epserve.step import LayerSource
 
 LAYER_WIDE = ("a1", "a2")
 """Tensors of `ExpertWeights` that all experts of a layer share: scales of activations."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epserve.errors import EpserveError, RankFailed
-from epserve.worker import StepError
+from epserve.step import StepError
 
 # How gloo, NCCL and sockets say "somebody else is gone". A rank that reports one of these is not the culprit.
 CONSEQUENCES = (

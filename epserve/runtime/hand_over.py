@@ -25,7 +25,7 @@ import torch
 from epserve.models import LayerWeights
 from epserve.modular_kernel import ExpertWeights
 from epserve.placement import Placement
-from epserve.worker import LayerSource
+from epserve.step import LayerSource
 
 from . import wire
 from .copies import LAYER_WIDE

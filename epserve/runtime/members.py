@@ -17,7 +17,7 @@ from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError
 from epserve.expert_load import LoadTotals
 from epserve.modular_kernel.selection import Choice
-from epserve.worker import Arrangement, LoadReport
+from epserve.step import Arrangement, LoadReport
 
 from .agent import NodeAgent
 from .cluster import Place

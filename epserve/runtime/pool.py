@@ -28,7 +28,7 @@ from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
 from epserve.rank_plan import RankPlan
-from epserve.worker import Arrangement, StepPlan
+from epserve.step import Arrangement, StepPlan
 
 from .changes import Changes
 from .cluster import Gang

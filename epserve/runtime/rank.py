@@ -27,7 +27,8 @@ from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.selection import Choice
 from epserve.placement import Placement
-from epserve.worker import Arrangement, Counters, LoadReport, StepPlan, Worker
+from epserve.step import Arrangement, Counters, LoadReport, StepPlan
+from epserve.worker import Worker
 
 from .copies import HostCopies
 from .failure import Failure, from_exception

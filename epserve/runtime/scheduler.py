@@ -27,7 +27,7 @@ from epserve.errors import (
     RankFailed,
     TooLarge,
 )
-from epserve.worker import StepPlan
+from epserve.step import StepPlan
 
 from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, plain, shards, split_evenly
 from .records import StepPart, StepRecord

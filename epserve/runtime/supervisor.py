@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from epserve import rank_plan
 from epserve.errors import EpserveError
-from epserve.worker import Arrangement
+from epserve.step import Arrangement
 
 from .failure import Failure, RankLost
 from .members import Member

@@ -1,0 +1,90 @@
+"""What passes between a rank and whoever plans its steps: a step, an arrangement of experts, what was loaded, what was done,
+and what went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from epserve.config import Config
+from epserve.errors import InternalError
+from epserve.models import LayerWeights
+from epserve.placement import Placement
+
+
+class LayerSource(Protocol):
+    """A checkpoint, or copies of it."""
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step, the same on all ranks.
+
+    mode "block": the rank gates its tokens and adds the shared experts. "routed": logical ids and weights come along and
+    only the routed experts run. tokens_per_rank: M of each rank, zero allowed.
+    """
+
+    step: int
+    layer: int
+    mode: str
+    tokens_per_rank: tuple[int, ...]
+    placement: int = 0
+    """Version of the layer's placement: no step mixes two."""
+    parts: tuple[int, ...] = ()
+    """Tokens of each request in the step, in order; on a rank: of its share. Needed where experts are missing only."""
+    left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
+    """Filled while the step runs: parts whose tokens chose experts that are on no rank, and which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How many ranks there are and which experts each holds, layer by layer. All layers share one layout."""
+
+    config: Config
+    placements: Mapping[int, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one rank holds after load(). `experts`: logical ids in slot order. Sizes in bytes."""
+
+    rank: int
+    experts: tuple[int, ...]
+    num_layers: int
+    weights_bytes: int
+    peak_bytes: int
+    seconds: float
+    backends: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Since the start: steps and tokens that this rank finished, and (token, expert) slots that it sent out."""
+
+    steps: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+
+class StepError(InternalError):
+    """A step failed on one rank; `__cause__` says why."""
+
+    def __init__(self, rank: int, step: int, phase: str, cause: str):
+        super().__init__(f"rank {rank}, step {step}, {phase}: {cause}")
+        self.rank, self.step, self.phase = rank, step, phase
+
+    def __reduce__(self):
+        return _rebuild_step_error, (str(self), self.rank, self.step, self.phase)
+
+
+def _rebuild_step_error(text: str, rank: int, step: int, phase: str) -> StepError:
+    error = StepError.__new__(StepError)
+    Exception.__init__(error, text)
+    error.rank, error.step, error.phase = rank, step, phase
+    return error

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from .plot_scaling import GAP_X, HEIGHT, LEFT, TOP, WIDTH, Panel, _colour, _draw_panel
+from .plot_scaling import Panel, page
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -29,41 +29,22 @@ COLUMNS = ("floor", "nvlink", "nvlink_fp8", "nccl_a2a", "deepep_ll_bf16", "ours_
 
 
 def draw(cells: list[dict], layer: list[dict], gpu: str) -> str:
-    round_trip = {
+    round_trip: dict[str, list[tuple[float, float]]] = {
         name: [(cell["tokens"], cell["round trip"]["us"]) for cell in cells if cell["backend"] == name]
         for name in LINES
     }
     round_trip["floor"] = sorted(
         {(cell["tokens"], cell["round trip"]["floor_us"]) for cell in cells if cell["backend"] == "nvlink"}
     )
-    panels = [
-        Panel(title="dispatch + combine, bf16, us", unit="tokens a rank", lines=_full(round_trip), logarithmic=True)
-    ]
+    panels = [Panel(title="dispatch + combine, bf16, us", unit="tokens a rank", lines=round_trip, logarithmic=True)]
     for scheme in dict.fromkeys(cell["scheme"] for cell in layer):
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell in layer:
             if cell["scheme"] == scheme and cell["backend"] in ("nvlink", "nvlink_batched", "deepep_ht", "deepep_ll"):
                 lines.setdefault(cell["backend"], []).append((cell["tokens"], cell["us"]))
         title = f"whole layer, {'bf16' if scheme == 'none' else scheme}, us"
-        panels.append(Panel(title=title, unit="tokens a rank", lines=_full(lines), logarithmic=True))
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    width = LEFT + len(panels) * (WIDTH + GAP_X)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {TOP + HEIGHT + 50}" font-family="sans-serif">',
-        f'<rect width="{width}" height="{TOP + HEIGHT + 50}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">All-to-all and a DeepSeek-V3 layer on two {gpu}s, lower is better</text>',
-    ]
-    for i, name in enumerate(names):
-        x, y = LEFT + i % 6 * 178, 40 + i // 6 * 15
-        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" stroke="{_colour(name)}" stroke-width="2.5"/>')
-        parts.append(f'<text x="{x + 22}" y="{y + 4}" font-size="11">{name}</text>')
-    for i, panel in enumerate(panels):
-        parts += _draw_panel(LEFT + i * (WIDTH + GAP_X), TOP, panel)
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _full(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
-    return {name: points for name, points in lines.items() if points}
+        panels.append(Panel(title=title, unit="tokens a rank", lines=lines, logarithmic=True))
+    return page(f"All-to-all and a DeepSeek-V3 layer on two {gpu}s, lower is better", panels)
 
 
 def table(cells: list[dict]) -> str:

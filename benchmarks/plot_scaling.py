@@ -33,17 +33,22 @@ class Panel:
 
 
 def draw(report: dict) -> str:
-    panels = [panel for panel in _panels(report) if panel.lines]
+    meta = report["meta"]
+    where = f"{meta['ranks']} x {meta['gpu']}" if meta["gpu"] else f"{meta['ranks']} CPU ranks on {meta['cores']} cores"
+    return page(f"Expert parallelism on {where}, {meta['date']}", _panels(report))
+
+
+def page(title: str, panels: list[Panel]) -> str:
+    """The panels that have lines, three in a row, under one legend."""
+    panels = [panel for panel in panels if panel.lines]
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     total_w, total_h = LEFT + columns * (WIDTH + GAP_X), TOP + rows * (HEIGHT + GAP_Y)
-    meta = report["meta"]
-    where = f"{meta['ranks']} x {meta['gpu']}" if meta["gpu"] else f"{meta['ranks']} CPU ranks on {meta['cores']} cores"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_w} {total_h}" font-family="sans-serif">',
         f'<rect width="{total_w}" height="{total_h}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">Expert parallelism on {where}, {meta["date"]}</text>',
+        f'<text x="{LEFT}" y="22" font-size="15">{title}</text>',
     ]
     for i, name in enumerate(names):
         x, y = LEFT + i % 6 * 178, 40 + i // 6 * 15

@@ -4,7 +4,7 @@ import json
 import statistics
 from pathlib import Path
 
-from benchmarks import experts_best_of, plot_experts
+from benchmarks import experts_best_of, plot_all2all, plot_experts
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = json.loads(plot_experts.RESULT.read_text())["cells"]
@@ -46,3 +46,14 @@ def test_cells_are_handed_to_whoever_is_clearly_faster(tmp_path):
     assert handed == ["s          bf16          16: cutlass 8.0 us, ours 10.0 us"]
     assert best == "x_best over 3 cells: ours alone 1.000, handed over 0.928 (worst 1.000)"
     assert floor == "x_floor over 3 cells: ours alone 2.000, handed over 1.857 (worst 2.000)"
+
+
+def test_the_all_to_all_drawing_and_table_are_made_from_the_json():
+    report = json.loads((plot_all2all.RESULTS / "all2all_h200x2.json").read_text())
+    layer = json.loads((plot_all2all.RESULTS / "layer_h200x2.json").read_text())
+    cells = [cell for cell in report["cells"] if (cell["hidden"], cell["experts"]) == plot_all2all.SHAPE]
+    assert plot_all2all.OUT.read_text() == plot_all2all.draw(cells, layer["cells"], "NVIDIA H200")
+    page = (ROOT / "docs" / "all2all.md").read_text()
+    for tokens in (1, 128, 1024, 4096):
+        ours = next(c["round trip"]["us"] for c in cells if (c["backend"], c["tokens"]) == ("nvlink", tokens))
+        assert f"| {tokens:,} | " in page and f" | {ours:{'.1f' if ours < 100 else '.0f'}} | " in page

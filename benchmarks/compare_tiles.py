@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -32,7 +31,7 @@ import torch
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, relative_error
 from benchmarks.experts import Standard, environment, stored_peers
 from benchmarks.tune_candidates import First
-from benchmarks.tune_experts import Trial, compile_trial
+from benchmarks.tune_experts import Trial, capture, compile_trial
 from experts.triton_launch import regions
 from experts.triton_tiles import GemmTiles, Problem, Tiles, shipped
 
@@ -144,19 +143,6 @@ class Cell:
 def compile_program(job) -> str | None:
     (name, dtype, bm, which, option), m = job
     return compile_trial(SHAPES[name], dtype, m, bm, which, option, "cuda")
-
-
-def capture(launch: Callable) -> torch.cuda.CUDAGraph:
-    launch()
-    torch.cuda.synchronize()
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        graph.capture_begin()
-        launch()
-        graph.capture_end()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def replay_in_turn(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:

@@ -29,9 +29,7 @@ import torch.nn.functional as F
 import all2all
 from benchmarks.all2all import UNAVAILABLE, Ranks, Unavailable, supervise
 from benchmarks.ep_layer import time_call
-from epserve.models import SharedExperts
 from epserve.modular_kernel import (
-    Activation,
     ExpertLayout,
     ExpertShape,
     FusedMoEActivationFormat,
@@ -44,6 +42,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
+from epserve.synthetic import LayerSizes, shared_expert
 
 GPU = {"hidden": 7168, "intermediate": 2048, "top_k": 8, "experts": 64}
 CPU = {"hidden": 256, "intermediate": 128, "top_k": 3, "experts": 8}
@@ -72,16 +71,6 @@ class Case:
         return cls(backend=backend, tokens=int(rest[0]), fp8=len(rest) == 2)
 
 
-def shared_expert(hidden: int, intermediate: int, device: torch.device) -> SharedExperts:
-    generator = torch.Generator(device).manual_seed(5)
-    on = {"device": device, "generator": generator}
-    return SharedExperts(
-        w13_SK=torch.randn((2 * intermediate, hidden), **on).mul_(hidden**-0.5).bfloat16(),
-        w2_KS=torch.randn((hidden, intermediate), **on).mul_(intermediate**-0.5).bfloat16(),
-        activation=Activation(),
-    )
-
-
 def _widen(prepared) -> torch.Tensor:
     x, scales = prepared.x, prepared.scales
     return x.bfloat16() if scales is None else dequantise_blocks(x, scales).bfloat16()
@@ -107,7 +96,7 @@ class Step:
         ids = torch.rand((tokens, options.experts), **on).topk(top_k).indices.int()
         self.routing = Routing(ids_Mt=ids, weights_Mt=torch.rand((tokens, top_k), **on))
         self.counts = (tokens,) * ranks.world_size
-        self.shared = shared_expert(hidden, options.intermediate, ranks.device)
+        self.shared = shared_expert(LayerSizes(hidden=hidden, shared=options.intermediate), ranks.device)
         batched = self.pf.activation_format() is FusedMoEActivationFormat.BatchedExperts
         self.reduce = TopKWeightAndReduceDelegate() if batched else TopKWeightAndReduceNoOP()
         self.wide: torch.Tensor | None = None

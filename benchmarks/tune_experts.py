@@ -87,8 +87,8 @@ class Trial:
             self.second(tiles, made, out)
 
 
-def time_us(launch, repeats: int = 5) -> float:
-    """Median us of one graph replay of launch(), which runs over all input sets."""
+def capture(launch) -> torch.cuda.CUDAGraph:
+    """A graph of launch(), which has run once and has been replayed once."""
     launch()
     torch.cuda.synchronize()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -97,7 +97,13 @@ def time_us(launch, repeats: int = 5) -> float:
         launch()
         graph.capture_end()
     graph.replay()
-    times = []
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_us(launch, repeats: int = 5) -> float:
+    """Median us of one graph replay of launch(), which runs over all input sets."""
+    graph, times = capture(launch), []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from epserve.step import LayerSource
 
 from . import wire
 from .copies import LAYER_WIDE
-from .transport import LinkAddress
+from .transport import LinkAddress, listen
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +45,8 @@ class ExpertServer:
 
     def __init__(self, held: Held, *, host: str = ""):
         """host: listen on TCP there; empty: on an abstract Unix socket."""
-        token = secrets.token_hex(16)
-        if host:
-            self._listener = socket.create_server((host, 0))
-            self.address = LinkAddress(host=host, port=self._listener.getsockname()[1], token=token)
-        else:
-            self.address = LinkAddress(name=f"epserve-{secrets.token_hex(8)}", token=token)
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind("\0" + self.address.name)
-            self._listener.listen()
-        self._held, self._token = held, token
+        self._listener, self.address = listen(host)
+        self._held, self._token = held, self.address.token
         self._copier = _Copier()
         threading.Thread(target=self._accept, name="experts", daemon=True).start()
 

@@ -277,6 +277,19 @@ class _Remains:
             self._kept.clear()
 
 
+def listen(host: str) -> tuple[socket.socket, LinkAddress]:
+    """A listening socket and where it is found, with a fresh token. host: on TCP there; empty: on an abstract Unix socket."""
+    token = secrets.token_hex(16)
+    if host:
+        listener = socket.create_server((host, 0))
+        return listener, LinkAddress(host=host, port=listener.getsockname()[1], token=token)
+    address = LinkAddress(name=f"epserve-{secrets.token_hex(8)}", token=token)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + address.name)
+    listener.listen()
+    return listener, address
+
+
 Answer = Callable[[dict, list[torch.Tensor], torch.Tensor | None], tuple[dict, list[torch.Tensor]]]
 """(header, tensors, where the result goes or None) -> (header, the results that are to be sent)."""
 
@@ -286,16 +299,8 @@ class StepServer:
 
     def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
         """host: listen on TCP there; empty: on an abstract Unix socket. pin: for copies to and from a GPU."""
-        token = secrets.token_hex(16)
-        if host:
-            self._listener = socket.create_server((host, 0))
-            self.address = LinkAddress(host=host, port=self._listener.getsockname()[1], token=token)
-        else:
-            self.address = LinkAddress(name=f"epserve-{secrets.token_hex(8)}", token=token)
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind("\0" + self.address.name)
-            self._listener.listen()
-        self._answer, self._token, self._pin = answer, token, pin
+        self._listener, self.address = listen(host)
+        self._answer, self._token, self._pin = answer, self.address.token, pin
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
 

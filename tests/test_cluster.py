@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -148,6 +149,24 @@ def test_stop_ray_ends_one_clusters_processes_and_their_children_only():
     finally:
         assert node.stop_ray("10.255.0.1:63790")["left"] == []
         theirs.wait(5)
+
+
+def test_stop_ray_ends_the_ssh_connections_that_one_clusters_autoscaler_left_open():
+    def master(name: str) -> subprocess.Popen:
+        folder = hashlib.sha256(name.encode()).hexdigest()[:10]
+        return subprocess.Popen(["bash", "-c", f"exec -a 'ssh: /tmp/ray_ssh_48134/{folder}/7a67 [mux]' sleep 300"])
+
+    ours, theirs = master("one"), master("two")
+    try:
+        deadline = time.monotonic() + 20
+        while not (node.ssh_masters("one") and node.ssh_masters("two")):
+            assert time.monotonic() < deadline
+        assert node.stop_ray("10.255.0.9:6379", "one") == {"stopped": 0, "left": []}
+        assert ours.wait(5) == -signal.SIGTERM and theirs.poll() is None
+    finally:
+        for process in (ours, theirs):
+            process.kill()
+            process.wait(5)
 
 
 def test_network_names_the_interface_that_leads_to_a_peer():

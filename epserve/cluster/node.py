@@ -8,6 +8,7 @@ Every action prints one line of JSON last, except those for shells: `network`, w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -196,8 +197,25 @@ def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
     pids = own_ray(gcs)
     stopped = end(pids, grace)
     if name:
+        masters = ssh_masters(name)
+        end(masters, 1.0)
+        pids |= masters
         forget(name)
     return {"stopped": stopped, "left": sorted(_alive(pids | own_ray(gcs)))}
+
+
+def ssh_masters(name: str) -> set[int]:
+    """The shared ssh connections that this cluster's autoscaler keeps to its workers.
+
+    OpenSSH detaches them from Ray's processes, so that they outlive those: by 10 s when idle, and by as long as the
+    network lets them when their worker has gone. Ray's `command_runner.py` names their sockets.
+    """
+    mark = f"/{hashlib.sha256(name.encode()).hexdigest()[:10]}/"
+    return {
+        pid
+        for pid, words in processes().items()
+        if words[:1] and words[0].startswith("ssh: /tmp/ray_ssh_") and mark in words[0]
+    }
 
 
 def forget(name: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epserve import rank_plan
+from epserve import backend_choice, rank_plan
 from epserve.config import Config
 from epserve.errors import ConfigError
 from epserve.models import ModelInfo, open_checkpoint
@@ -111,7 +111,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         asked = rank_plan.memory_asked(plan.paths, rank)
         shared, buffers = asked.pop("workspaces"), sum(asked.values())
         # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
-        standard = rank_plan.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
+        standard = backend_choice.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
         received = rows if standard else rows * count
         in_flight = 2 * engine.max_tokens_per_rank * row + (0 if buffers else 2 * received * row)
         return RankMemory(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epserve import rank_plan
+from epserve import backend_choice, rank_plan
 from epserve.config import parse_config
 from epserve.errors import ConfigError, Incompatible
 from epserve.models import open_checkpoint
@@ -150,7 +150,7 @@ def serve(ranks: RankContext, path, sizes, changes) -> list[tuple[str, torch.Ten
 @pytest.mark.parametrize("changes", [{}, {"combine_order": "slot"}, {"batches_in_flight": 2, "overlap_min_tokens": 2}])
 def test_steps_take_different_ways_to_the_same_sums(checkpoint, changes):
     sizes = [(1, 1), (1, 0), (3, 4), (40, 2)]
-    ranks = run_ranks(serve, 2, checkpoint, sizes, changes, timeout=120)
+    ranks = run_ranks(serve, 2, checkpoint, sizes, changes)
     for index, counts in enumerate(sizes):
         ways = {results[index][0] for results in ranks}
         assert len(ways) == 1, "ranks took different ways"
@@ -207,7 +207,7 @@ def test_wrong_candidates_are_refused_before_weights_are_read(checkpoint, change
 
 
 def test_the_low_latency_cap_is_checked_against_the_library():
-    chosen = rank_plan.Chosen(all2all="deepep_ll", experts="triton_batched")
+    chosen = backend_choice.Chosen(all2all="deepep_ll", experts="triton_batched")
     options = rank_plan.PrepareFinalizeOptions(max_tokens_per_rank=4096)
     with pytest.raises(ConfigError, match="low_latency_max_tokens 600: deepep_ll takes at most 508"):
         rank_plan._candidate(chosen, CASES["bf16"].spec(2), options, 600)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from epserve import rank_kernels
+from epserve.backend_choice import choose_backends
 from epserve.errors import ConfigError, Incompatible
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.graphs import StaticBatch, StepGraphs, why_no_graphs
 from epserve.placement import Placement
-from epserve.rank_plan import choose_backends
 from epserve.step import StepPlan
 from epserve.worker import Worker
 
@@ -166,7 +166,7 @@ def recorded_steps(ranks: RankContext, path, sizes, engine):
 @pytest.mark.parametrize("engine", [{}, {"all2all": "measured"}, {"batches_in_flight": 2, "overlap_min_tokens": 2}])
 def test_a_rank_replays_what_fits_a_bucket(checkpoint, engine):
     sizes = [(1, 1), (0, 2), (8, 3), (12, 1), (0, 0)]
-    ranks = run_ranks(serve, 2, checkpoint, sizes, engine, timeout=120)
+    ranks = run_ranks(serve, 2, checkpoint, sizes, engine)
     for index, counts in enumerate(sizes):
         got = torch.cat([outs[index] for outs, _ in ranks])
         want = reference_block(checkpoint, LAYER)(tokens(sum(counts)))

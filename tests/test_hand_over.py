@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import epserve.worker
 import experts
-from epserve import rank_plan
+from epserve import backend_choice
 from epserve.config import parse_config
 from epserve.errors import CheckpointError, NotReady
 from epserve.models import open_checkpoint
@@ -163,7 +162,7 @@ def path(tmp_path_factory):
 
 @pytest.mark.parametrize(("scheme", "dynamic"), SCHEMES, ids=str)
 def test_outputs_are_bit_equal_over_moves_in_every_quantisation(path, scheme, dynamic):
-    for outputs, came_from, reads in run_ranks(move_on_ranks, 2, path, scheme, dynamic, "unpacked_loop", timeout=120):
+    for outputs, came_from, reads in run_ranks(move_on_ranks, 2, path, scheme, dynamic, "unpacked_loop"):
         assert len(outputs) == 1 + 3 * MOVES and outputs[0].abs().sum() > 0
         assert all(torch.equal(each, outputs[0]) for each in outputs)
         assert reads == 0 and came_from["peer"] > MOVES and came_from.keys() == {"here", "peer"}
@@ -249,11 +248,14 @@ def test_a_peer_that_hangs_costs_one_deadline(path, monkeypatch):
     monkeypatch.setattr(hand_over, "PEER_TIMEOUT_S", 0.3)
     silent = socket.create_server(("127.0.0.1", 0))
     address = hand_over.LinkAddress(host="127.0.0.1", port=silent.getsockname()[1], token="x")
-    start = time.monotonic()
     got, came_from = take(Layers(path, (0, 1, 2, 3)), address, (4, 5, 6, 7))
-    silent.close()
     whole(path, got, (4, 5, 6, 7))
-    assert came_from == {"checkpoint": 4} and time.monotonic() - start < 5
+    assert came_from == {"checkpoint": 4}
+    silent.setblocking(False)
+    silent.accept()[0].close()
+    with pytest.raises(BlockingIOError):  # it was asked for the first expert and for none of the others
+        silent.accept()
+    silent.close()
 
 
 def test_damaged_bytes_are_not_taken(path, monkeypatch):
@@ -339,5 +341,5 @@ def test_all_of_256_experts_move_at_once_in_bounded_chunks(tmp_path, monkeypatch
 
 
 def test_every_method_is_covered():
-    known = {config.scheme for method in rank_plan.METHODS for config in method.quant_configs()}
+    known = {config.scheme for method in backend_choice.METHODS for config in method.quant_configs()}
     assert known == {scheme for scheme, _ in SCHEMES}

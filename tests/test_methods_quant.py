@@ -6,6 +6,7 @@ import torch
 import all2all
 import experts
 from all2all.local import LocalPrepareAndFinalize
+from epserve.backend_choice import method_for
 from epserve.errors import CheckpointError, Incompatible
 from epserve.modular_kernel import (
     Backends,
@@ -26,7 +27,6 @@ from epserve.modular_kernel.methods_quant import (
     Mxfp4MoEMethod,
 )
 from epserve.modular_kernel.quantization import FP8
-from epserve.rank_plan import method_for
 from experts.cutlass import CutlassExperts
 
 K, N, E = 256, 128, 3

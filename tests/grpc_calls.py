@@ -37,7 +37,8 @@ async def status_of(call) -> grpc.aio.AioRpcError:
     return raised.value
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition, timeout_s: float = 30.0) -> None:
+    """Below the 60 s that the tests' hanging engines hang, far above what a starved machine needs."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -57,7 +58,7 @@ class Frames:
         """Call number -> tensor or failure, in order of completion."""
         done, open_calls = {}, {}
         while len(done) < count:
-            frame = await asyncio.wait_for(self.call.read(), 20)
+            frame = await asyncio.wait_for(self.call.read(), 60)
             assert frame is not grpc.aio.EOF, "the stream ended early"
             if frame.HasField("failure"):
                 done[frame.call] = frame.failure

@@ -95,9 +95,9 @@ async def fetch(port, path, *, method="GET", context=None, **headers) -> SimpleN
 
     def ask():
         if context is None:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         else:
-            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=context)
         try:
             connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             reply = connection.getresponse()

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from epserve.modular_kernel import RankContext
 
-START_TIMEOUT_S = 90.0  # four processes that import torch on two busy cores
-GROUP_TIMEOUT_S = 20.0  # of each wait inside a rank
+START_TIMEOUT_S = 200.0  # four processes that import torch on two busy cores
+GROUP_TIMEOUT_S = 60.0  # of each wait inside a rank
 GRACE_S = 3.0  # what the other ranks get to report after the first failure
 
 
@@ -48,7 +48,7 @@ class RankPool:
             self.processes.append(process)
         self._collect(range(size), START_TIMEOUT_S)
 
-    def run(self, fn, world_size: int, *args, timeout: float = 60.0) -> list:
+    def run(self, fn, world_size: int, *args, timeout: float = 150.0) -> list:
         assert 1 <= world_size <= self.size
         for pipe in self._pipes[:world_size]:
             pipe.send((fn, world_size, args))
@@ -96,7 +96,7 @@ class RankPool:
 _pools: dict[tuple[int, str], RankPool] = {}
 
 
-def run_ranks(fn, world_size: int, *args, timeout: float = 60.0, device: str = "cpu") -> list:
+def run_ranks(fn, world_size: int, *args, timeout: float = 150.0, device: str = "cpu") -> list:
     """`[fn(ranks, *args) for each rank]`, on a pool shared by the session. Raises RanksFailed."""
     size = max(world_size, 4) if device == "cpu" else torch.cuda.device_count()
     pool = _pools.get((size, device))

@@ -30,7 +30,7 @@ from epserve.modular_kernel import (
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
 
 from .cases import CASES, distinct, make_inputs, make_weights, reference
-from .ranks import RankPool, RanksFailed, run_ranks
+from .ranks import GROUP_TIMEOUT_S, RankPool, RanksFailed, run_ranks
 from .test_modular_kernel_combinations import make_kernel, poison_new_memory
 
 STANDARD, BATCHED = FusedMoEActivationFormat.Standard, FusedMoEActivationFormat.BatchedExperts
@@ -278,11 +278,11 @@ def _missing_rank(ranks: RankContext, pf_name: str) -> tuple[str, float] | None:
 def test_a_rank_that_never_comes_is_an_error_within_the_deadline(pf_name):
     pool = RankPool(2)
     try:
-        text, waited = pool.run(_missing_rank, 2, pf_name, timeout=20)[0]
+        text, waited = pool.run(_missing_rank, 2, pf_name)[0]
     finally:
         pool.kill()
     assert text.startswith("dispatch") and "rank 0 of 2" in text and "1 s" in text
-    assert 0.9 <= waited <= 5
+    assert 0.9 <= waited <= GROUP_TIMEOUT_S / 2, "the group's own deadline, which is longer, did not end it"
 
 
 def _fails_on_one(ranks: RankContext) -> None:

@@ -14,7 +14,7 @@ from epserve.config import load_config, parse_config
 from epserve.errors import ConfigError
 
 
-def epserve(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+def epserve(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "epserve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -27,7 +27,7 @@ def test_help_names_every_command():
 
 def test_import_is_light():
     code = "import epserve, sys; print([m for m in ('torch', 'ray', 'grpc', 'triton') if m in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert shown.stdout.strip() == "[]"
 
 
@@ -88,10 +88,10 @@ def test_serve_without_a_file_is_one_message(tmp_path):
 
 
 def test_call_without_a_service_is_one_message():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    result = epserve("call", f"127.0.0.1:{port}", "--timeout", "2")
+    with socket.socket() as mute:  # bound, so that nobody else gets the port, but it does not listen
+        mute.bind(("127.0.0.1", 0))
+        port = mute.getsockname()[1]
+        result = epserve("call", f"127.0.0.1:{port}", "--timeout", "2")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert f"127.0.0.1:{port}" in " ".join(result.stderr.split())

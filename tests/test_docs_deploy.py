@@ -65,7 +65,7 @@ def test_settings_of_the_cluster_file_are_documented_with_their_defaults():
 def test_options_that_the_pages_use_exist(command):
     words = [sys.executable, "-m", "epserve", *command.split(), "--help"]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=60, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"}
+        words, capture_output=True, text=True, timeout=120, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"}
     )
     every = "\n".join(map(page, PAGES))
     for line in re.findall(rf"epserve {command} [^\n`]*", every):

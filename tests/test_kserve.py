@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -53,7 +56,7 @@ def session(tmp_path_factory):
                 sys.executable, "-m", "tests.triton_client_session", server.address, str(socket),
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
-            out, err = await asyncio.wait_for(process.communicate(), 120)
+            out, err = await asyncio.wait_for(process.communicate(), 240)
             assert process.returncode == 0, err.decode()
             assert not len(server._calls.regions)
             return json.loads(out)
@@ -247,16 +250,19 @@ class TestModelInfer:
             await until(lambda: engine.running == 0 and server._calls.in_flight == 0)
             assert server._calls.buffered_bytes == 0
 
-    async def test_leases_end(self):
-        async with serving(FakeEngine(), region_lease_s=0.05) as server, connect(server) as channel:
-            path = Path("/dev/shm/test-kserve-lease")
+    async def test_leases_end(self, monkeypatch):
+        later, real = [0.0], time.monotonic
+        monkeypatch.setattr("epserve.serving.regions.time", SimpleNamespace(monotonic=lambda: real() + later[0]))
+        async with serving(FakeEngine(), region_lease_s=300) as server, connect(server) as channel:
+            path = Path(f"/dev/shm/test-kserve-lease-{os.getpid()}")
             path.write_bytes(bytes(100))
             try:
                 stub = kserve_grpc.GRPCInferenceServiceStub(channel)
                 await stub.SystemSharedMemoryRegister(
-                    kserve.SystemSharedMemoryRegisterRequest(name="r", key="test-kserve-lease", byte_size=100)
+                    kserve.SystemSharedMemoryRegisterRequest(name="r", key=path.name, byte_size=100)
                 )
                 assert len(server._calls.regions) == 1
+                later[0] = 301
                 await until(lambda: not len(server._calls.regions))
             finally:
                 path.unlink()
@@ -365,7 +371,7 @@ class TestBytesThatAreNoMessage:
 
             async def one(method: str, payload: bytes) -> None:
                 try:
-                    await channel.unary_unary(method)(payload, timeout=20)
+                    await channel.unary_unary(method)(payload, timeout=120)
                     codes.add("OK")
                 except grpc.aio.AioRpcError as error:
                     codes.add(error.code().name)

@@ -1,7 +1,6 @@
 """One rank as a plain class, alone and on gloo ranks, against transformers' own block."""
 
 import pickle
-import time
 
 import pytest
 import torch
@@ -197,7 +196,7 @@ def fail_on_rank_one(ranks: RankContext, path):
 
 def test_a_rank_that_fails_is_named(checkpoints):
     with pytest.raises(RanksFailed, match="rank 1, step 3, check: InternalError: hidden states"):
-        run_ranks(fail_on_rank_one, 2, checkpoints["mixtral"], timeout=30)
+        run_ranks(fail_on_rank_one, 2, checkpoints["mixtral"])
 
 
 BAD_CONFIGS = {
@@ -217,10 +216,8 @@ BAD_CONFIGS = {
 def test_a_wrong_configuration_is_refused_before_weights_are_read(checkpoints, case, monkeypatch):
     engine, error, message = BAD_CONFIGS[case]
     monkeypatch.setattr("epserve.models.Checkpoint.load_layer", lambda *_: pytest.fail("weights were read"))
-    start = time.monotonic()
     with pytest.raises(error, match=message):
         Worker(make_config(checkpoints["mixtral"], **{"ranks": 2, **engine}), RankContext(world_size=2))
-    assert time.monotonic() - start < 1
 
 
 def test_layers_outside_the_model_are_refused(checkpoints):

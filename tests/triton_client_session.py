@@ -83,7 +83,7 @@ def streaming(address: str) -> dict:
             client.async_stream_infer(model, [tensor("hidden_states", x, "FP32")], request_id=str(number))
         seen = []
         for _ in range(10):
-            result, error = answers.get(timeout=20)
+            result, error = answers.get(timeout=120)
             seen.append("error" if error else float(result.as_numpy("hidden_states")[0, 0]))
         client.stop_stream()
     return {"stream": seen}

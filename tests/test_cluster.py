@@ -21,6 +21,7 @@ from epserve.config import parse_config
 from epserve.errors import ClusterError, ConfigError
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
+WAIT_S = 60  # for a process that ends in milliseconds on a machine that is not starved
 FACT = {
     "host": "a", "python": "3.11.7", "skew": 0.0, "packages": {"ray": "2.60.0", "torch": "2.13.0", "epserve": "0.1.0"},
     "rsync": True, "disk_free": 100 << 30, "gpus": 0, "resolves_to": "127.0.1.1", "ray": False, "missing": [],
@@ -139,16 +140,17 @@ def sleeper(*arguments: str) -> subprocess.Popen:
 
 
 def test_stop_ray_ends_one_clusters_processes_and_their_children_only():
-    ours, theirs = sleeper("--gcs-address=10.255.0.1:6379"), sleeper("--gcs-address=10.255.0.1:63790")
+    gcs = f"10.255.0.1:{os.getpid()}"  # of this run alone
+    ours, theirs = sleeper(f"--gcs-address={gcs}"), sleeper(f"--gcs-address={gcs}0")
     try:
-        assert len(node.own_ray("10.255.0.1:6379")) == 2
-        found = node.stop_ray("10.255.0.1:6379")
+        assert len(node.own_ray(gcs)) == 2
+        found = node.stop_ray(gcs)
         assert found == {"stopped": 2, "left": []}
-        assert ours.wait(5) == -signal.SIGTERM
+        assert ours.wait(WAIT_S) == -signal.SIGTERM
         assert theirs.poll() is None
     finally:
-        assert node.stop_ray("10.255.0.1:63790")["left"] == []
-        theirs.wait(5)
+        assert node.stop_ray(f"{gcs}0")["left"] == []
+        theirs.wait(WAIT_S)
 
 
 def test_stop_ray_ends_the_ssh_connections_that_one_clusters_autoscaler_left_open():
@@ -156,17 +158,19 @@ def test_stop_ray_ends_the_ssh_connections_that_one_clusters_autoscaler_left_ope
         folder = hashlib.sha256(name.encode()).hexdigest()[:10]
         return subprocess.Popen(["bash", "-c", f"exec -a 'ssh: /tmp/ray_ssh_48134/{folder}/7a67 [mux]' sleep 300"])
 
-    ours, theirs = master("one"), master("two")
+    one, two = f"one-{os.getpid()}", f"two-{os.getpid()}"
+    ours, theirs = master(one), master(two)
     try:
-        deadline = time.monotonic() + 20
-        while not (node.ssh_masters("one") and node.ssh_masters("two")):
+        deadline = time.monotonic() + WAIT_S
+        while not (node.ssh_masters(one) and node.ssh_masters(two)):
             assert time.monotonic() < deadline
-        assert node.stop_ray("10.255.0.9:6379", "one") == {"stopped": 0, "left": []}
-        assert ours.wait(5) == -signal.SIGTERM and theirs.poll() is None
+            time.sleep(0.01)
+        assert node.stop_ray("10.255.0.9:6379", one) == {"stopped": 0, "left": []}
+        assert ours.wait(WAIT_S) == -signal.SIGTERM and theirs.poll() is None
     finally:
         for process in (ours, theirs):
             process.kill()
-            process.wait(5)
+            process.wait(WAIT_S)
 
 
 def test_network_names_the_interface_that_leads_to_a_peer():
@@ -231,7 +235,7 @@ def test_start_and_stop_of_the_service_on_a_node(tmp_path, monkeypatch):
     """The configuration is wrong on purpose: the supervisor must end by itself and leave the reason in the log."""
     folder = str(tmp_path / "service")
     assert node.start_service(folder, "model: {}\n")["started"]
-    found = node.wait_service(folder, 60)
+    found = node.wait_service(folder, 120)
     assert not found["running"] and not found["ready"] and found["state"]["state"] == "refused"
     assert "model.path" in found["tail"]
     assert node.stop_service(folder, 1.0) == {"stopped": 0}
@@ -248,10 +252,8 @@ def test_stop_service_ends_the_whole_tree_of_a_service_that_ignores_signals(tmp_
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), script], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"deaf\n"
     monkeypatch.setattr(node, "_supervisor", lambda base: process.pid if process.poll() is None else None)
-    start = time.monotonic()
     assert node.stop_service(str(tmp_path), 0.5)["stopped"] == 2
-    assert time.monotonic() - start < 5
-    process.wait(5)
+    process.wait(WAIT_S)  # far less than the 300 s that it sleeps
 
 
 def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failures_are_not(monkeypatch):
@@ -272,8 +274,8 @@ def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failu
         with pytest.raises(Exception, match="no space left"):
             cluster._start(num_cpus=1)
         assert calls == [{"address": "local", "num_cpus": 1}] * 2
-        assert left[0].wait(5) == -signal.SIGTERM and before.poll() is None
+        assert left[0].wait(WAIT_S) == -signal.SIGTERM and before.poll() is None
     finally:
         for process in (before, *left):
             process.kill()
-            process.wait(5)
+            process.wait(WAIT_S)

@@ -23,7 +23,7 @@ from epserve.config import ServerConfig, parse_config
 from epserve.errors import DeadlineExceeded, ExpertsMissing, NotReady, RankFailed
 from epserve.models.demo import reference_block
 from epserve.runtime.engine import Batch, Engine
-from epserve.runtime.rank import hang_up
+from epserve.runtime.groups import hang_up
 from epserve.serving.server import Server
 from tests.checkpoints import LAYER, write
 

@@ -34,8 +34,9 @@ from epserve.runtime import wire
 from epserve.runtime.cluster import Cluster, Gang
 from epserve.runtime.engine import Batch, Engine
 from epserve.runtime.failure import Failure, RankLost, from_exception, root_cause
+from epserve.runtime.groups import interface_of
 from epserve.runtime.members import check_distinct_gpus
-from epserve.runtime.rank import RankFacts, interface_of
+from epserve.runtime.reports import RankFacts
 from epserve.runtime.transport import SocketLink, StepServer
 from epserve.step import StepError
 from tests.checkpoints import LAYER, write

@@ -22,7 +22,8 @@ from epserve.step import Arrangement, LoadReport
 from .agent import NodeAgent
 from .cluster import Place
 from .failure import Failure, RankLost, root_cause
-from .rank import Outcome, Pulse, RankActor, RankFacts
+from .rank import RankActor
+from .reports import Outcome, Pulse, RankFacts
 from .transport import LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)

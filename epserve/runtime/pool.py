@@ -33,9 +33,9 @@ from epserve.step import Arrangement, StepPlan
 from .changes import Changes
 from .cluster import Gang
 from .failure import Failure, RankLost, root_cause
+from .groups import GroupAddress, StoreActor
 from .members import Agents, Member, answer, call_all, check_distinct_gpus
 from .planning import share_parts
-from .rank import GroupAddress, StoreActor
 from .shm import Arena
 from .spares import Spares
 from .supervisor import SETTLE_S, Marks, Recovery, Supervisor

@@ -1,19 +1,12 @@
-"""The Ray shell of one rank, and the small actor beside the ranks that holds the store of their process groups."""
+"""The Ray shell of one rank."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
 import logging
 import os
-import socket
-import struct
 import threading
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -30,56 +23,18 @@ from epserve.placement import Placement
 from epserve.step import Arrangement, Counters, LoadReport, StepPlan
 from epserve.worker import Worker
 
+from . import groups
 from .copies import HostCopies
-from .failure import Failure, from_exception
+from .failure import from_exception
+from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
+from .reports import Outcome, Pulse, RankFacts
 from .transport import LinkAddress, StepServer
 
 log = logging.getLogger(__name__)
 
 TRIM_S = 15.0
 """How often a CPU rank, whose batches of all sizes are its heap, gives free memory back to the system."""
-SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFacts:
-    """Where a rank's process runs. `gpu_uuid` empty on CPU."""
-
-    rank: int
-    pid: int
-    node_id: str
-    node_ip: str
-    device: str
-    gpu_uuid: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What a rank says when asked: it answers while its step thread computes."""
-
-    phase: str
-    step: int
-    step_seconds: float
-    counters: Counters
-    late_compiles: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What an actor method returns instead of raising, so that the reports of all ranks can be compared."""
-
-    value: Any = None
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAddress:
-    """The store of the process groups; each generation has its own prefix in it."""
-
-    host: str
-    port: int
-    generation: int
 
 
 class RankActor:
@@ -225,7 +180,9 @@ class RankActor:
             self._leave_group()
             group = None
             if self._config.engine.ranks > 1:
-                group = self._make_group(address)
+                group = groups.join(
+                    address, self._rank, self._config.engine.ranks, self._device, self._config.scheduler.step_timeout_s
+                )
             grouped = time.monotonic()
             self._worker.regroup(self._context(group))
             self._worker.warm_up()
@@ -287,23 +244,6 @@ class RankActor:
                     self._worker.close()
             finally:
                 self._leave_group()
-
-    def _make_group(self, address: GroupAddress):
-        interface = interface_of(ray.util.get_node_ip_address())
-        if interface:
-            # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        timeout = timedelta(seconds=self._config.scheduler.step_timeout_s)
-        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-        dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"gen{address.generation}", store),
-            rank=self._rank,
-            world_size=self._config.engine.ranks,
-            timeout=timeout,
-            device_id=self._device if self._device.type == "cuda" else None,
-        )
-        return dist.group.WORLD
 
     def _leave_group(self) -> None:
         self._generation = -1
@@ -383,47 +323,3 @@ def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     out.copy_(y_MK, non_blocking=True)
     torch.cuda.current_stream().synchronize()
     return out
-
-
-class StoreActor:
-    """Owns the TCPStore of all generations. It is no rank, so that no rank's death takes the store along."""
-
-    def __init__(self):
-        self._host = ray.util.get_node_ip_address()
-        # Port 0: the kernel picks a free one while it binds; picking one beforehand would be a race.
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-
-    def address(self, generation: int) -> GroupAddress:
-        return GroupAddress(host=self._host, port=self._store.port, generation=generation)
-
-
-def hang_up(addresses: Collection[str]) -> int:
-    """Shut all of this process's TCP connections to these hosts down, whoever opened them; how many there were."""
-    count = 0
-    for name in os.listdir("/proc/self/fd") if addresses else ():
-        try:
-            number = os.dup(int(name))
-        except OSError:
-            continue  # closed meanwhile
-        try:
-            sock = socket.socket(fileno=number)
-        except OSError:  # not a socket
-            os.close(number)
-            continue
-        with sock, contextlib.suppress(OSError):  # not connected
-            peer = sock.getpeername()
-            if isinstance(peer, tuple) and peer[0].removeprefix("::ffff:") in addresses:
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
-
-
-def interface_of(address: str) -> str:
-    """The network interface that owns an IPv4 address; empty where none does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                packed = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                if socket.inet_ntoa(packed[20:24]) == address:
-                    return name
-    return ""

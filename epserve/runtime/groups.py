@@ -1,0 +1,91 @@
+"""Process groups of the ranks: the actor that holds their store, how a rank finds its peers, how it lets go of lost ones."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """The store of the process groups; each generation has its own prefix in it."""
+
+    host: str
+    port: int
+    generation: int
+
+
+class StoreActor:
+    """Owns the TCPStore of all generations. It is no rank, so that no rank's death takes the store along."""
+
+    def __init__(self):
+        self._host = ray.util.get_node_ip_address()
+        # Port 0: the kernel picks a free one while it binds; picking one beforehand would be a race.
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+
+    def address(self, generation: int) -> GroupAddress:
+        return GroupAddress(host=self._host, port=self._store.port, generation=generation)
+
+
+def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Any:
+    """Collective: the process group of this generation. Raises what torch does, also when a rank does not come in time."""
+    interface = interface_of(ray.util.get_node_ip_address())
+    if interface:
+        # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"gen{address.generation}", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.group.WORLD
+
+
+def hang_up(addresses: Collection[str]) -> int:
+    """Shut all of this process's TCP connections to these hosts down, whoever opened them; how many there were."""
+    count = 0
+    for name in os.listdir("/proc/self/fd") if addresses else ():
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            sock = socket.socket(fileno=number)
+        except OSError:  # not a socket
+            os.close(number)
+            continue
+        with sock, contextlib.suppress(OSError):  # not connected
+            peer = sock.getpeername()
+            if isinstance(peer, tuple) and peer[0].removeprefix("::ffff:") in addresses:
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def interface_of(address: str) -> str:
+    """The network interface that owns an IPv4 address; empty where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                packed = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return ""

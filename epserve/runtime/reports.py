@@ -1,0 +1,41 @@
+"""What a rank tells about itself: where it runs, how it fares, how a call ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from epserve.step import Counters
+
+from .failure import Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """Where a rank's process runs. `gpu_uuid` empty on CPU."""
+
+    rank: int
+    pid: int
+    node_id: str
+    node_ip: str
+    device: str
+    gpu_uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank says when asked: it answers while its step thread computes."""
+
+    phase: str
+    step: int
+    step_seconds: float
+    counters: Counters
+    late_compiles: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an actor method returns instead of raising, so that the reports of all ranks can be compared."""
+
+    value: Any = None
+    failure: Failure | None = None

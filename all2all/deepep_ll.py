@@ -105,8 +105,8 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 (event.current_stream_wait if self.shared.one_host else hook)()
             assert sent  # alive until the library's stream is done with it
             rows, scales = received if self.quantised else (received, None)
-            if scales is not None:  # the library's lie column by column, of the padded hidden size
-                scales = row_major(scales[:local], counts[:local], hidden // BLOCK)
+            if scales is not None:  # as the library leaves them: column by column, of the padded hidden size
+                scales = scales[:local, :, : hidden // BLOCK]
             return Prepared(
                 x=library.unpad(rows[:local], hidden),
                 scales=scales,
@@ -153,23 +153,6 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def abandon(self) -> None:
         super().abandon()
         self.shared.outstanding = 0
-
-
-def row_major(scales: torch.Tensor, counts: torch.Tensor, groups: int) -> torch.Tensor:
-    """`(e, T, groups)` of the library's `(e, T, more)`, whose columns lie one behind the other. Past the counts: undefined."""
-    local, rows, theirs = scales.shape
-    if not scales.is_cuda:
-        return scales[..., :groups].contiguous()
-    from .kernels import batched as kernels
-
-    assert scales.stride() == (rows * theirs, 1, rows)
-    out = scales.new_empty((local, rows, groups))
-    if local:
-        tile = 32
-        kernels.transpose_scales[(local, -(-rows // tile))](
-            scales, counts, out, T=rows, THEIRS=theirs, G=groups, TILE=tile
-        )
-    return out
 
 
 def padded_hidden(spec: LayerSpec) -> int:

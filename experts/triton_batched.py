@@ -21,7 +21,7 @@ from epserve.modular_kernel import (
 from . import triton_warmup
 from .kernels import routing
 from .triton_experts import CAPABILITY
-from .triton_launch import BLOCK, FLOAT, ROW, ROWS, TABLE, Buffers, Launcher, cdiv, regions
+from .triton_launch import BLOCK, FLOAT, ROW, ROWS, TABLE, Buffers, Launcher, cdiv, regions, scale_strides
 from .triton_tiles import GemmTiles, Problem, Tiles, choose, shipped
 
 THIN_ROWS = 24
@@ -30,6 +30,8 @@ THIN_ROWS = 24
 
 class BatchedTritonExperts(FusedMoEExpertsModular):
     """`(e, T, K)` in, `(e, T, K)` out, not weighted; rows past the count stay undefined and are not read.
+
+    Scales `(e, T, K/128)` that come with the rows are read where they lie, whatever their strides: no copy is made of them.
 
     NOTE: one object serves one batch at a time.
     """
@@ -89,12 +91,13 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
                    b.tiles, capacity, a.max_tiles, b.max_tiles, thin.bm, thick.bm, THIN_ROWS, E=num_experts,
                    BINS=run.bins(num_experts), B=128, PDL=run.pdl)  # fmt: skip
         x, xs = prepared.x.view(-1, K), prepared.scales
+        strides = scale_strides(xs)
         if mode != FLOAT and not ready:
             for tiles, buffers in sets:
                 _quantise(run, buffers, x, buffers.xq, buffers.xs, weights.a1, tiles.bm, K)
             x, xs = a.xq, a.xs
         for tiles, buffers in sets:
-            run.gate_up(buffers, x, xs, weights, tiles, source=ROWS)
+            run.gate_up(buffers, x, xs, weights, tiles, source=ROWS, strides=strides)
         if mode == ROW:
             for tiles, buffers in sets:
                 _quantise(run, buffers, buffers.h, buffers.hq, buffers.hs, None, tiles.bm, columns)

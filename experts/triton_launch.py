@@ -28,6 +28,8 @@ DIRECT_SLOTS = 128
 SMALL_SORT = 1024
 """Slots up to which one launch sorts by comparison; above, a histogram and a placement."""
 ALIGN = 256
+ROW_BY_ROW = (0, 0, 0)
+"""In place of strides that the kernels do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,11 +202,13 @@ class Launcher:
                     PDL=self.pdl, num_warps=4 if per <= 16 else 8)  # fmt: skip
 
     def gate_up(self, b: Buffers, x: torch.Tensor, xs, weights: ExpertWeights, tiles: Tiles, *, source: int,
-                ids: torch.Tensor | None = None, fly: bool = False) -> None:  # fmt: skip
+                ids: torch.Tensor | None = None, fly: bool = False,
+                strides: tuple[int, int, int] | None = None) -> None:  # fmt: skip
+        """strides: see `scale_strides`; None: row by row."""
         c = tiles.gate_up
         if c.specialised:
             assert source == ROWS
-            self._grouped(b, x, xs, weights, b.h, b.hs, c, tiles.bm, gated=True)
+            self._grouped(b, x, xs, weights, b.h, b.hs, c, tiles.bm, gated=True, strides=strides)
             return
         E, K, N = weights.num_experts, self.K, self.N
         block = (1, 2 if c.wide else 1, c.bn, c.bk)
@@ -213,8 +217,8 @@ class Launcher:
         work = b.max_tiles * cdiv(N, c.bn) * c.split
         self.launch(gemm.gate_up, self._programs(c, tiles.bm, work, gated=True),
                     x, xd, xs, w, weights.s13, weights.a1, weights.a2, weights.b13, ids, b.order, b.tiles, b.h, b.hs,
-                    b.part, self.counter, b.num_rows, b.max_tiles, c.runs,
-                    TOPK=1 if ids is None else ids.shape[1], SOURCE=source, FLY=fly, WIDE=c.wide,
+                    b.part, self.counter, b.num_rows, b.max_tiles, c.runs, *(strides or ROW_BY_ROW),
+                    STRIDED=strides is not None, TOPK=1 if ids is None else ids.shape[1], SOURCE=source, FLY=fly, WIDE=c.wide,
                     BIAS=weights.b13 is not None, **self._constants(c, tiles.bm, E, b.num_rows, source), **self.act)  # fmt: skip
 
     def down(self, b: Buffers, weights: ExpertWeights, tiles: Tiles, y: torch.Tensor, *, source: int, ids=None) -> None:
@@ -232,7 +236,7 @@ class Launcher:
                     **self._constants(c, tiles.bm, E, b.num_rows, source))  # fmt: skip
 
     def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, bm: int, *,
-                 gated: bool) -> None:  # fmt: skip
+                 gated: bool, strides: tuple[int, int, int] | None = None) -> None:  # fmt: skip
         """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
         block = self.numerics.mode == BLOCK
         assert bm == 128 or (bm == 192 and not block), "two warpgroups of 64 rows, or three"
@@ -251,7 +255,8 @@ class Launcher:
         xd = LaidOutDescriptor(x, [x.shape[0], inner], [inner, 1], [64, c.bk], layout)
         work = b.max_tiles * width // (128 if gated else 256) * c.split
         self.launch(hopper.grouped, min(self.num_sms, work), xd, xs, weights.derived[key], scale, a1, a2, b.tiles,
-                    self.counter, out, outs, b.num_rows, b.max_tiles, c.runs, INNER=inner, OUT=width,
+                    self.counter, out, outs, b.num_rows, b.max_tiles, c.runs, *(strides or ROW_BY_ROW),
+                    STRIDED=strides is not None, INNER=inner, OUT=width,
                     MODE=self.numerics.mode, GATED=gated, BM=bm, STAGES=c.stages,
                     WIDTH=64 if c.narrow else 128 if block or bm == 192 else 256, LAG=c.lag, SPLIT=c.split, PDL=self.pdl,
                     num_warps=4)  # fmt: skip
@@ -291,6 +296,14 @@ class Launcher:
         stage = c.bk * (bm * (2 if c.fly else size) + (2 if gated else 1) * c.bn * size)
         fit = SHARED_MEMORY // (c.stages * stage + 2048)
         return max(1, min(work, max(1, min(4 if c.warps <= 4 else 2, fit)) * self.num_sms))
+
+
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, int, int] | None:
+    """None for `(e, T, G)` row by row, else what the kernels add for each expert, row (of all e*T) and block of columns."""
+    if scales is None or scales.is_contiguous():
+        return None
+    expert, row, block = scales.stride()
+    return expert - scales.shape[1] * row, row, block
 
 
 def regions(workspace: Workspace | None) -> tuple[Carver, Carver]:

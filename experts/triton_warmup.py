@@ -5,6 +5,7 @@ request.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -43,45 +44,55 @@ def sizes_to_warm(max_rows: int, top_k: int) -> list[int]:
 
 
 def warm_up(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspaces) -> None:
-    """`apply` at every size of `sizes_to_warm`: first to collect and compile in all cores, then for real, which loads."""
+    """`apply` at every size of `sizes_to_warm`."""
     COUNTER.install()
     top_k = experts.spec.shape.top_k
     launcher = experts.launcher()
     batches = [
         batch for size in sizes_to_warm(max_rows, top_k) for batch in example_batches(experts.spec, size, weights)
     ]
+    _compile_and_run(launcher, lambda: _apply_all(experts, weights, batches, workspaces))
+
+
+def _compile_and_run(launcher, run_all: Callable[[], None]) -> None:
+    """`run_all` first only to collect what it launches, compiled on all cores; then for real, which loads it."""
     with COUNTER.warming():
         if launcher.device.type == "cuda":
             cores = len(os.sched_getaffinity(0))
-            run, launcher.launch = launcher.launch, launcher.compile_only
+            launch, launcher.launch = launcher.launch, launcher.compile_only
             try:
                 with ThreadPoolExecutor(cores) as pool, triton.AsyncCompileMode(pool):
-                    _apply_all(experts, weights, batches, workspaces)
+                    run_all()
             finally:
-                launcher.launch = run
-        _apply_all(experts, weights, batches, workspaces)
+                launcher.launch = launch
+        run_all()
         if launcher.device.type == "cuda":
             torch.cuda.synchronize(launcher.device)
 
 
 def warm_up_batched(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspaces) -> None:
-    """For a capacity of `max_rows`, with few rows an expert and with many: both sets of tiles."""
+    """For a capacity of `max_rows`, with few rows an expert and with many: both sets of tiles. Where rows may come quantised,
+    with their scales row by row and column by column, which is another variant."""
     COUNTER.install()
     launcher, spec, e = experts.launcher(), experts.spec, weights.num_experts
     device, book = launcher.device, HandleBook("warm-up")
     x = torch.ones((e, max_rows, spec.shape.hidden), dtype=spec.shape.dtype, device=device)
-    scales = torch.ones((e, max_rows, -(-spec.shape.hidden // 128)), device=device)
     forms: list[tuple[torch.Tensor, torch.Tensor | None]] = [(x, None)]
     if spec.quant.dispatch_dtype is not None:
-        forms.append((x.to(spec.quant.dispatch_dtype), scales))
+        groups, quantised = -(-spec.shape.hidden // 128), x.to(spec.quant.dispatch_dtype)
+        columns = torch.ones((e, groups, max_rows), device=device).transpose(1, 2)
+        forms += [(quantised, torch.ones((e, max_rows, groups), device=device)), (quantised, columns)]
     shapes = experts.workspace_shapes(0, spec.shape.top_k, e, max_rows)
-    with COUNTER.warming():
+
+    def run_all() -> None:
         for rows in (1, max_rows):
             counts = torch.full((e,), rows, dtype=torch.int32, device=device)
             for form, scale in forms:
                 prepared = Prepared(x=form, scales=scale, expert_num_tokens=counts, handle=DispatchHandle(book, None))
                 workspace = workspaces.carve(shapes)
                 experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+
+    _compile_and_run(launcher, run_all)
 
 
 def example_batches(spec, num_rows: int, weights: ExpertWeights) -> list[Prepared]:

@@ -65,14 +65,3 @@ def weigh(y, ids, weights, places, out, H: tl.constexpr, K: tl.constexpr, T: tl.
             found = 1
     if found != 0:
         tl.store(out + row * H + at, total.to(out.dtype.element_ty), mask=at < H)
-
-
-@triton.jit
-def transpose_scales(scales, counts, out, T: tl.constexpr, THEIRS: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr):
-    """Of `(e, T, THEIRS)` that lie column by column the first G, row by row; rows past an expert's count are left out."""
-    expert, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
-    if start < tl.load(counts + expert):
-        row, g = start + tl.arange(0, TILE), tl.arange(0, triton.next_power_of_2(G))
-        real = (row < T)[:, None] & (g < G)[None, :]
-        value = tl.load(scales + expert * T * THEIRS + g[None, :] * T + row[:, None], mask=real)
-        tl.store(out + (expert * T + row[:, None]) * G + g[None, :], value, mask=real)

@@ -61,7 +61,8 @@ class Prepared:
 
     Standard: `x` `(M', K)`, `routing` with local slots (-1: not on this rank, or padding), `expert_num_tokens` None.
     BatchedExperts: `x` `(e, T, K)`, `expert_num_tokens` int32 `(e,)` on the device, `routing` None.
-    `scales`: float32, with `x` in e4m3: `(M', K/128)` or `(e, T, K/128)`, row-major; None when `x` is not quantised.
+    `scales`: float32, with `x` in e4m3; None when `x` is not quantised. `(M', K/128)` row by row, or `(e, T, K/128)` of any
+    strides: experts of the batched format read them where they lie (DeepEP leaves them column by column, `(., 1, T)`).
     """
 
     x: torch.Tensor

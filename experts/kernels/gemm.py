@@ -3,7 +3,7 @@
 `w` of the first is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK): gate and up rows in one transfer; of the second,
 of `(E*K, N)` with block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times as many elements. Out-of-range
 columns read as zero, out-of-range rows are masked where results are stored. PACKED: `w` is a pointer to
-4-bit weights, widened on the way. See `pieces` for the modes.
+4-bit weights, widened on the way. STRIDED: scales of rows lie as a library left them. See `pieces` for the modes.
 """
 
 import triton
@@ -46,10 +46,10 @@ def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["S", "T", "GM"], do_not_specialize_on_alignment=["ids", "xs"])
-def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, counter, S, T, GM,
-            K: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, MODE: tl.constexpr, CHANNEL: tl.constexpr,
-            PACKED: tl.constexpr, GROUP: tl.constexpr, SOURCE: tl.constexpr,
+@triton.jit(do_not_specialize=["S", "T", "GM", "XE", "XM", "XK"], do_not_specialize_on_alignment=["ids", "xs"])
+def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, counter, S, T, GM, XE, XM, XK,
+            STRIDED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOPK: tl.constexpr, MODE: tl.constexpr,
+            CHANNEL: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SOURCE: tl.constexpr,
             FLY: tl.constexpr, SWAP: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SP: tl.constexpr,
             BINS: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -58,6 +58,7 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
 
     FLY: x is not quantised yet and is quantised here, tile by tile. WIDE: gate and up share one accumulator of 2*BN columns.
     SPLIT > 1: each split leaves its partial sums in `part`; the one that comes last adds them, in order.
+    Scales of blocks of x: xs (rows, K/128) row by row; STRIDED: expert e's of `row` and block k at e*XE + row*XM + k*XK.
     Where activations are quantised by row, h stays in the dtype of the model: its rows are whole only after this kernel.
     """
     pdl_enter(PDL)
@@ -97,8 +98,9 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
             su_at = sg_at + NG * KG
             sg, su = tl.load(sg_at + k0), tl.load(su_at + k0)
             if not FLY:
-                xs_at = xs + token * KG
-                sa = tl.load(xs_at + k0, mask=ok, other=0.0)
+                step = XK if STRIDED else 1
+                xs_at = (xs + e * XE + token * XM) if STRIDED else (xs + token * KG)
+                sa = tl.load(xs_at + k0 * step, mask=ok, other=0.0)
         for kb in range(k0, k1):
             if PACKED:
                 gate_row, inside = e * (2 * N) + nb * BN + n, nb * BN + n < N
@@ -124,7 +126,7 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
                     a = to_e4m3(af / sa[:, None])
                     sa2 = sa
                 else:
-                    sa2 = tl.load(xs_at + nx, mask=ok, other=0.0)
+                    sa2 = tl.load(xs_at + nx * step, mask=ok, other=0.0)
                 sax = _across(sa, SWAP)
                 zero = tl.zeros(shape, tl.float32)
                 g += matrix_step(a, wg, zero, SWAP) * (sax * sg)

@@ -158,13 +158,13 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
 
 
 @gluon.jit
-def _sum_blocks(rows, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr, NEXT: gl.constexpr,
-                NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
+                NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
                 LAST: gl.constexpr):  # fmt: skip
     """One work item with block scales: every product of 128 inner columns is scaled, then added in float32. Steps k0 to
-    k0 + NK of ALL."""
+    k0 + NK of ALL. The scale of a row and a step lies at xs + row * XM + step * XK."""
     real = rows < count
-    sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
+    sa_at, s0_at = xs + (row0 + rows) * XM + k0 * XK, ws + block * ALL + k0
     s1_at = s0_at + NEXT * ALL
     zero = gl.zeros((ROWS, SIDE), gl.float32, layout)
     acc0, acc1 = zero, zero
@@ -176,7 +176,7 @@ def _sum_blocks(rows, xs, ws, a, b, full, empty, ours, step, row0, count, block,
         x, w = a.index(s), b.index(s)
         product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         nx = gl.minimum(kb + 1, ALL - 1 - k0)  # the next block's scales, ahead of their use
-        sa2, s02, s12 = gl.load(sa_at + nx, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
+        sa2, s02, s12 = gl.load(sa_at + nx * XK, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         p = warpgroup_mma_wait(0, deps=[product])
         if LAG % 2 == 1 and not LAST:
             mbarrier.arrive(ours, count=1, pred=kb == LAG // 2)
@@ -204,7 +204,7 @@ def _quarter(acc, product, sa, sw, bar, phase):
 
 
 @gluon.jit
-def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
+def _sum_quarters(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
                   NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
                   LAST: gl.constexpr):  # fmt: skip
     """`_sum_blocks` in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go through
@@ -212,7 +212,7 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, bloc
     QUARTER: gl.constexpr = SIDE // 2
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     real = rows < count
-    sa_at, s0_at = xs + (row0 + rows) * ALL + k0, ws + block * ALL + k0
+    sa_at, s0_at = xs + (row0 + rows) * XM + k0 * XK, ws + block * ALL + k0
     s1_at = s0_at + NEXT * ALL
     zero = gl.zeros((ROWS, QUARTER), gl.float32, layout)
     acc0, acc1, acc2, acc3 = zero, zero, zero, zero
@@ -226,7 +226,7 @@ def _sum_quarters(rows, xs, ws, a, b, full, empty, ours, step, row0, count, bloc
         x, w = a.index(s).load(operand), b.index(s)
         p0 = warpgroup_mma(x, w.slice(0, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
         p1 = warpgroup_mma(x, w.slice(QUARTER, QUARTER).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sa2 = gl.load(sa_at + nx, mask=real, other=0.0)  # the next block's scales, ahead of their use
+        sa2 = gl.load(sa_at + nx * XK, mask=real, other=0.0)  # the next block's scales, ahead of their use
         acc0, free0 = _quarter(acc0, p0, sa, s0, bar, phase)
         p2 = warpgroup_mma(x, w.slice(2 * QUARTER, QUARTER).permute((1, 0)), free0, use_acc=False, is_async=True)
         acc1, free1 = _quarter(acc1, p1, sa, s0, bar, phase)
@@ -310,7 +310,7 @@ def _beside(left, right):
 
 
 @gluon.jit
-def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM,
+def _multiply(xs, XE, XM, XK, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted, taken, turn, S, T, GM,
               OUT: gl.constexpr, NEXT: gl.constexpr, BLOCKS: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr,
               NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr,
               WIDTH: gl.constexpr, LAG: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
@@ -342,11 +342,11 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted
             elif MODE != BLOCK:
                 acc0, acc1, step = _sum_wide(a, b, full, empty, ours, step, layout, NK, STAGES, LAG, LAST)
             elif WIDTH == SIDE:
-                acc0, acc1, step = _sum_blocks(m, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout,
-                                               NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
+                acc0, acc1, step = _sum_blocks(m, xs + e * XE, XM, XK, ws, a, b, full, empty, ours, step, row0, count, block,
+                                               k0, layout, NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
             else:
-                q0, q1, q2, q3, step = _sum_quarters(m, xs, ws, a, b, full, empty, ours, step, row0, count, block, k0,
-                                                     layout, NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
+                q0, q1, q2, q3, step = _sum_quarters(m, xs + e * XE, XM, XK, ws, a, b, full, empty, ours, step, row0, count,
+                                                     block, k0, layout, NEXT, NK, ALL, STAGES, LAG, LAST)  # fmt: skip
                 acc0, acc1 = _beside(q0, q1), _beside(q2, q3)
             if MODE == TENSOR:
                 scale = gl.load(a1) * gl.load(ws + e)
@@ -356,10 +356,10 @@ def _multiply(xs, ws, a1, a2, tiles, out, outs, a, b, full, empty, queue, posted
         item = _take(queue, posted, taken, num)
 
 
-@gluon.jit(do_not_specialize=["S", "T", "GM"])
-def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, INNER: gl.constexpr, OUT: gl.constexpr,
-            MODE: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
-            LAG: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["S", "T", "GM", "XE", "XM", "XK"])
+def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, XE, XM, XK, STRIDED: gl.constexpr,
+            INNER: gl.constexpr, OUT: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr,
+            STAGES: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
     GATED.
 
@@ -367,6 +367,7 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, INNER: 
     INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
     scale of x, a2 that of out, ws (E,). BM: 128, or 192 without BLOCK. WIDTH: columns of one product, 64 or 128 with BLOCK,
     else 256, or 128 with BM 192. SPLIT > 1, not GATED: out (SPLIT, S, OUT), one sum for each part of the inner columns.
+    STRIDED: xs has expert e's scale of `row` and block k at e*XE + row*XM + k*XK.
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     WEIGHT_ROWS: gl.constexpr = 2 * OUT if GATED else OUT
@@ -399,26 +400,26 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, INNER: 
         gdc_launch_dependents()
     if PARTS == 2:
         gl.warp_specialize([
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
-                         SPLIT, PARTS, 0)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
-                         SPLIT, PARTS, 1)),
+            (_multiply, (xs, XE if STRIDED else 0, XM if STRIDED else ALL, XK if STRIDED else 1, ws, a1, a2, tiles, out, outs,
+                         r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT, SECOND // SIDE,
+                         WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, SPLIT, PARTS, 0)),
+            (_multiply, (xs, XE if STRIDED else 0, XM if STRIDED else ALL, XK if STRIDED else 1, ws, a1, a2, tiles, out, outs,
+                         r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT, SECOND // SIDE,
+                         WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, SPLIT, PARTS, 1)),
             (_load, (xd, wd, tiles, counter, r0, r1, r2, b, full, empty, queue, posted, taken, T, GM, PARTS, WEIGHT_ROWS,
                      SECOND, STEP, NB, NK, BK, STAGES, SPLIT)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
-                         SPLIT, PARTS, 0)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
-                         SPLIT, PARTS, 1)),
-            (_multiply, (xs, ws, a1, a2, tiles, out, outs, r2, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT,
-                         SECOND // SIDE, WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT,
-                         SPLIT, PARTS, 2)),
+            (_multiply, (xs, XE if STRIDED else 0, XM if STRIDED else ALL, XK if STRIDED else 1, ws, a1, a2, tiles, out, outs,
+                         r0, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT, SECOND // SIDE,
+                         WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, SPLIT, PARTS, 0)),
+            (_multiply, (xs, XE if STRIDED else 0, XM if STRIDED else ALL, XK if STRIDED else 1, ws, a1, a2, tiles, out, outs,
+                         r1, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT, SECOND // SIDE,
+                         WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, SPLIT, PARTS, 1)),
+            (_multiply, (xs, XE if STRIDED else 0, XM if STRIDED else ALL, XK if STRIDED else 1, ws, a1, a2, tiles, out, outs,
+                         r2, b, full, empty, queue, posted, taken, turn, S, T, GM, OUT, SECOND // SIDE,
+                         WEIGHT_ROWS // SIDE, STEP // SIDE, NB, NK, ALL, STAGES, MODE, GATED, WIDTH, WAIT, SPLIT, PARTS, 2)),
             (_load, (xd, wd, tiles, counter, r0, r1, r2, b, full, empty, queue, posted, taken, T, GM, PARTS, WEIGHT_ROWS,
                      SECOND, STEP, NB, NK, BK, STAGES, SPLIT)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -80,7 +80,9 @@ def test_batched_warm_up_covers_what_comes(scheme):
         triton_warmup.warm_up_batched(experts, weights, 64, spaces)
     with Keys() as later:
         for quantised in {False, case.scheme == "fp8_block"}:
-            apply(experts, case, prepare_batched(case, 64, quantised=quantised), weights, spaces)
+            for columns in {False, quantised}:
+                batch = prepare_batched(case, 64, quantised=quantised, columns=columns)
+                apply(experts, case, batch, weights, spaces)
     assert later.seen == warm.seen and len(warm.seen) > 3
 
 

@@ -57,9 +57,12 @@ def prepare(case: Case, tokens: int, *, quantised: bool = False, shift: int = 0)
     return Prepared(x=x, scales=scales, routing=routing, handle=DispatchHandle(BOOK, None))
 
 
-def prepare_batched(case: Case, capacity: int, *, quantised: bool = False) -> Prepared:
+def prepare_batched(case: Case, capacity: int, *, quantised: bool = False, columns: bool = False) -> Prepared:
+    """columns: with scales that lie column by column, as DeepEP leaves them."""
     x = torch.empty((case.local, capacity, case.hidden), dtype=torch.float8_e4m3fn if quantised else case.dtype)
     scales = torch.empty((case.local, capacity, -(-case.hidden // 128))) if quantised else None
+    if scales is not None and columns:
+        scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
     counts = torch.zeros(case.local, dtype=torch.int32)
     return Prepared(x=x, scales=scales, expert_num_tokens=counts, handle=DispatchHandle(BOOK, None))
 
@@ -73,8 +76,8 @@ def apply(experts, case: Case, prepared: Prepared, weights: ExpertWeights, space
     experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
 
 
-def kernels(case: Case, *, batched: bool = False) -> dict[str, list]:
-    """Name -> compiled variants of one `apply`."""
+def kernels(case: Case, *, batched: bool = False, columns: bool = False) -> dict[str, list]:
+    """Name -> compiled variants of one `apply`. columns: rows come quantised, their scales column by column."""
     experts, found = make(case, batched=batched), {}
 
     def record(kernel, programs, *args, **constants):
@@ -82,7 +85,10 @@ def kernels(case: Case, *, batched: bool = False) -> dict[str, list]:
         found.setdefault(compiled.metadata.name, []).append(compiled)
 
     experts.launcher().launch = record
-    prepared = prepare_batched(case, case.tokens) if batched else prepare(case, case.tokens)
+    if batched:
+        prepared = prepare_batched(case, case.tokens, quantised=columns, columns=columns)
+    else:
+        prepared = prepare(case, case.tokens)
     apply(experts, case, prepared, stub_weights(case), Workspaces("cpu"))
     return found
 

@@ -32,6 +32,15 @@ def test_order_of_tokens_and_stale_bytes_change_no_bit(case):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("case", [case for case in BATCHED if case.quantised_input], ids=str)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_scales_are_read_where_they_lie(case, spare):
+    """Row by row or column by column, of exactly these columns or of more: not one bit differs."""
+    rows, _ = run_batched(case, "cpu", capacity=case.tokens + 3)
+    columns, want = run_batched(case, "cpu", capacity=case.tokens + 3, spare=spare)
+    assert torch.equal(rows, columns) and relative_error(columns, want) < tolerance(case)
+
+
 @pytest.mark.parametrize("case", BATCHED, ids=str)
 def test_batched(case):
     out, want = run_batched(case, "cpu", capacity=case.tokens + 3)

@@ -19,6 +19,7 @@ from epserve import allocator, logs
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, EpserveError
 from epserve.process import Listen, claim, until_signalled, write_ready
+from epserve.runtime.peers import Peers
 from epserve.runtime.remote import RemoteEngine
 from epserve.serving.server import Server
 
@@ -50,10 +51,11 @@ async def serve(config: ServerConfig, joining: Joining, *, ready_file: Path | No
 
 
 async def _serve(config: ServerConfig, joining: Joining, ready_file: Path | None, listen: Listen) -> None:
-    engine = await RemoteEngine.join(joining.address, joining.secret, timeout_s=joining.timeout_s)
+    peers = Peers()
+    engine = await RemoteEngine.join(joining.address, joining.secret, timeout_s=joining.timeout_s, peers=peers)
     try:
         face: Any = engine  # has what the serving package needs of an Engine, without its Ray
-        server = Server(face, config, default_deadline_s=joining.default_deadline_s)
+        server = Server(face, config, default_deadline_s=joining.default_deadline_s, peers=peers)
         await server.start()
         try:
             listen(server.reload)

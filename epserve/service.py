@@ -18,6 +18,7 @@ from epserve.front_ends import FrontEnds
 from epserve.process import Listen, claim, until_signalled, write_ready
 from epserve.runtime.engine import Engine
 from epserve.runtime.join_port import JoinPort
+from epserve.runtime.peers import Peers
 from epserve.serving.server import Server
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ async def running(config: Config, others: Others | None = None):
     """
     others = others or Others()
     engine = Engine(config)
-    server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s)
+    server = Server(
+        engine, config.server, default_deadline_s=config.scheduler.default_deadline_s, peers=others.peers
+    )
     await server.start()
     try:
         async with _joining(engine, config, others):
@@ -63,8 +66,9 @@ async def _all(*work: Coroutine) -> None:
 
 @dataclass(slots=True)
 class Others:
-    """ports: where front ends join. further: those of this host."""
+    """ports: where front ends join. further: those of this host. peers: what they all share with this process."""
 
+    peers: Peers = field(default_factory=Peers)
     ports: list[JoinPort] = field(default_factory=list)
     further: list[FrontEnds] = field(default_factory=list)
 
@@ -83,12 +87,14 @@ async def _joining(engine: Engine, config: Config, others: Others) -> AsyncItera
     try:
         if server.front_ends > 1:
             secret = secrets.token_bytes(32)
-            others.ports.append(JoinPort(engine, f"unix:@epserve-{secrets.token_hex(8)}", secret, max_bytes=limit))
+            address = f"unix:@epserve-{secrets.token_hex(8)}"
+            others.ports.append(JoinPort(engine, address, secret, max_bytes=limit, peers=others.peers))
             others.further.append(FrontEnds(config, others.ports[-1].address, secret))
         if server.join_port is not None and server.join_secret_file is not None:
             secret = read_secret(server.join_secret_file)
             host = f"[{server.host}]" if ":" in server.host else server.host
-            others.ports.append(JoinPort(engine, f"{host}:{server.join_port}", secret, max_bytes=limit))
+            address = f"{host}:{server.join_port}"
+            others.ports.append(JoinPort(engine, address, secret, max_bytes=limit, peers=others.peers))
         for port in others.ports:
             port.start()
             log.info("front ends can join at %s", port.address)

@@ -98,7 +98,7 @@ class TestTokensFile:
 class TestAccount:
     def clock(self, monkeypatch) -> list[float]:
         now = [1000.0]
-        monkeypatch.setattr(clients.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
         return now
 
     def test_a_bucket_holds_one_second_and_says_when_to_come_again(self, monkeypatch):

@@ -293,12 +293,14 @@ class Engine:
                 field="topk_ids",
             )
         ids, weights = batch.ids, batch.weights
-        if ids is not None and weights is not None:
+        if ids is None or weights is None:
+            return batch
+        if not batch.routing_checked:  # by whoever made it: values are looked at once
             routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)
-            ids, weights = routing.ids_Mt, routing.weights_Mt
-            if ids.shape[1] > shape.top_k:
-                raise TooLarge(f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}")
-        return replace(batch, ids=ids, weights=weights)
+            batch = replace(batch, ids=routing.ids_Mt, weights=routing.weights_Mt, routing_checked=True)
+        if ids.shape[1] > shape.top_k:
+            raise TooLarge(f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}")
+        return batch
 
 
 __all__ = ["Batch", "Engine", "EngineStatus", "EpserveError", "RankStatus", "State"]

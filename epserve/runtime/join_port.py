@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from epserve.errors import ConfigError, InvalidRequest, Overloaded
 
-from . import joined
-from .joined import JoinError, Link
+from . import board, joined
+from .budgets import Claim
+from .join_frames import JoinError, Make
+from .join_link import Link, parse_address
+from .peers import Peers, UseNews
 from .planning import Batch, Priority
 from .records import StepRecord
 
@@ -38,10 +41,11 @@ class _Ticket:
 class JoinPort:
     """`start()` when the loop runs; `close()` after the engine's drain. `front_ends`: how many are there now."""
 
-    def __init__(self, engine: Engine, address: str, secret: bytes, *, max_bytes: int):
+    def __init__(self, engine: Engine, address: str, secret: bytes, *, max_bytes: int, peers: Peers | None = None):
         """address: host:port (0: `start` puts the one in that the system picked) or unix:@NAME.
-        max_bytes: of all requests that are here at once."""
+        max_bytes: of all requests that are here at once. peers: this process's server has the same."""
         self.engine, self.address, self.secret, self._max_bytes = engine, address, secret, max_bytes
+        self.peers = peers or Peers()
         self._held = 0
         self._guests: set[_Guest] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,7 +65,7 @@ class JoinPort:
                 self._listener.bind("\0" + self.address.removeprefix("unix:@"))
                 self._listener.listen()
             else:
-                host, port = joined.parse_address(self.address)
+                host, port = parse_address(self.address)
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 self._listener = socket.create_server((host, port), family=family)
                 bound = self._listener.getsockname()
@@ -119,12 +123,13 @@ class JoinPort:
         log.info("a front end has joined; %d are here", len(self._guests))
         why: object = "it closed the connection"
         try:
-            await link.serve(guest.read)
+            guest.welcome()
+            await link.serve(guest)
         except (JoinError, OSError, ValueError, KeyError, TypeError) as error:  # also what makes no sense in a frame
             why = error
         finally:
             self._guests.discard(guest)
-            await guest.cancel_all()
+            await guest.end()
             log.info("a front end is gone (%s); %d are here", why, len(self._guests))
 
     async def _tell_status(self) -> None:
@@ -157,32 +162,90 @@ class JoinPort:
 
 
 class _Guest:
-    """One front end that has joined. Its end is the end of its requests, and of nobody else's."""
+    """One front end that has joined: the receiver of its link. Its end is the end of its requests, and of nobody else's."""
 
     def __init__(self, port: JoinPort, link: Link):
         self._port, self.link = port, link
         self._engine = port.engine
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._arriving: dict[int, Callable[[], None]] = {}  # call -> what gives its room back
+        self._news: UseNews | None = None
+        self._neighbour: board.LinkNeighbour | None = None
 
-    async def read(self) -> None:
+    def welcome(self) -> None:
         engine = self._engine
         model = joined.model_as_json(engine.info, engine.layers)
         status = engine.status()
         self.link.send({"kind": "welcome", "model": model, "state": engine.state(), "status": status})
-        while True:
-            header = await self.link.header()
-            match header.get("kind"):
-                case "forward":
-                    await self._begin(header)
-                case "cancel":
-                    if (task := self._running.get(header["call"])) is not None:
-                        task.cancel()
-                case "change":
-                    self._run(header["call"], self._change(header["call"], header))
-                case "beat":
-                    pass
-                case other:
-                    raise JoinError(f"a frame of kind {other!r}")
+        budgets = self._port.peers.budgets
+        self._news = UseNews(budgets, lambda news: self.link.send({"kind": "use", "clients": news}), self)
+
+    def arriving(self, header: dict[str, Any], nbytes: int) -> Make | None:
+        """A request has room before its bytes are read, or is refused."""
+        if header.get("kind") != "forward":
+            raise JoinError(f"a frame of kind {header.get('kind')!r} with tensors")
+        call = header["call"]
+        if call in self._running or call in self._arriving:
+            raise JoinError(f"call {call} is in use")
+        try:
+            self._arriving[call] = self._take(header, nbytes)
+        except Overloaded as error:
+            self._fail(call, error)
+            return None
+        return getattr(self._engine, "buffer", bytearray)
+
+    def dropped(self, header: dict[str, Any]) -> None:
+        self._arriving.pop(header["call"])()
+
+    def arrived(self, header: dict[str, Any], tensors: list[Any]) -> None:
+        match header.get("kind"):
+            case "forward":
+                self._begin(header, tensors)
+            case "cancel":
+                if (task := self._running.get(header["call"])) is not None:
+                    task.cancel()
+            case "change":
+                self._run(header["call"], self._change(header["call"], header))
+            case "use":
+                for name, nbytes, _ in header["clients"]:
+                    self._port.peers.budgets.of(str(name)).report(self, int(nbytes))
+            case "place":
+                self._place(str(header["place"]))
+            case kind if kind in board.KINDS and self._neighbour is not None:
+                self._neighbour.came(header)
+            case "beat":
+                pass
+            case other:
+                raise JoinError(f"a frame of kind {other!r}")
+
+    def _place(self, place: str) -> None:
+        if self._neighbour is not None:
+            raise JoinError("a front end that moves")
+        self._neighbour = board.LinkNeighbour(self._port.peers.board, self.link.send, place)
+        self._port.peers.board.joined(self._neighbour)
+
+    def _take(self, header: dict[str, Any], nbytes: int) -> Callable[[], None]:
+        """Room for a request here and within its client's limits; what gives both back. Raises Overloaded."""
+        give_back = self._port.take(nbytes)
+        if (claimed := header.get("claim")) is None:
+            return give_back
+        claim, budget = Claim.from_json(claimed), self._port.peers.budgets.of(str(header["client"]))
+        try:
+            budget.hold_for(self, claim.nbytes, claim.bytes_in_flight)
+            try:
+                budget.spend(_tokens(header), claim.tokens_per_s)
+            except Overloaded:
+                budget.release(claim.nbytes, self)
+                raise
+        except Overloaded:
+            give_back()
+            raise
+
+        def give_all_back() -> None:
+            give_back()
+            budget.release(claim.nbytes, self)
+
+        return give_all_back
 
     async def finish(self) -> None:
         """Until every request is answered and the answers are out."""
@@ -190,23 +253,23 @@ class _Guest:
             await asyncio.wait(list(self._running.values()))
         await self.link.sent()
 
-    async def cancel_all(self) -> None:
+    async def end(self) -> None:
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._news is not None:
+            self._news.close()
+        self._port.peers.budgets.forget(self)
+        if self._neighbour is not None:
+            self._neighbour.close()
 
-    async def _begin(self, header: dict[str, Any]) -> None:
+    def _begin(self, header: dict[str, Any], tensors: list[Any]) -> None:
         call = header["call"]
+        give_back = self._arriving.pop(call)
         try:
-            give_back = self._port.take(sum(nbytes for _, _, nbytes in joined.described(header)))
-        except Overloaded as error:
-            await self.link.skip(header)
-            self._fail(call, error)
-            return
-        try:
-            tensors = await self.link.tensors(header, getattr(self._engine, "buffer", bytearray))
             batch = self._batch(header, tensors)
+            task = self._run(call, self._forward(call, batch))
         except InvalidRequest as error:
             give_back()
             self._fail(call, error)
@@ -214,7 +277,7 @@ class _Guest:
             give_back()
             raise
         else:
-            self._run(call, self._forward(call, batch)).add_done_callback(lambda _: give_back())
+            task.add_done_callback(lambda _: give_back())
 
     def _batch(self, header: dict[str, Any], tensors: list[Any]) -> Batch:
         if len(tensors) not in (1, 3):
@@ -230,6 +293,7 @@ class _Guest:
             client=str(header["client"]),
             priority=Priority(header["priority"]),
             trace=_Ticket(self, header["call"]),
+            claim=Claim.from_json(header["claim"]) if header.get("claim") is not None else None,
         )
 
     def _run(self, call: int, work: Any) -> asyncio.Task[None]:
@@ -243,6 +307,8 @@ class _Guest:
         try:
             out_MK = await self._engine.forward(batch)
         except Exception as error:
+            if batch.claim is not None and getattr(error, "retryable", False):  # work that was refused costs nothing
+                self._port.peers.budgets.of(batch.client).give_back(batch.num_tokens, batch.claim.tokens_per_s)
             self._fail(call, error)
         else:
             left_out = sorted(getattr(batch, "left_out", ()))
@@ -263,3 +329,8 @@ class _Guest:
         if described["class"] == "InternalError":
             log.error("call %d of a front end failed", call, exc_info=error)
         self.link.send({"kind": "failure", "call": call, "error": described})
+
+
+def _tokens(header: dict[str, Any]) -> int:
+    """Rows of the first tensor."""
+    return int(header["tensors"][0][1][0])

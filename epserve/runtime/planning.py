@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .budgets import Claim
+
 
 class Priority(IntEnum):
     """The larger, the sooner. The numbers are weights: where the queue is full, a client's HIGH tokens get eight times the
@@ -45,6 +47,10 @@ class Batch:
     priority: Priority = Priority.NORMAL
     trace: Any = None
     """Comes back in the records of the request's steps, unread."""
+    claim: Claim | None = None
+    """What it counts against its client's limits where the steps are ordered; the door has counted it in this process."""
+    routing_checked: bool = False
+    """`check_routing` has seen ids and weights, as this model's. The engine reads them all itself where it has not."""
     left_out: set[int] = field(default_factory=set, compare=False)
     """Filled while it is served: experts that the answer had to do without (engine.when_experts_missing)."""
 

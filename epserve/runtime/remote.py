@@ -15,8 +15,11 @@ import torch
 
 from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, NotReady
 
-from . import joined
-from .joined import JoinError, Link
+from . import board, joined
+from .budgets import HERE
+from .join_frames import JoinError, Make
+from .join_link import Link, connect
+from .peers import Peers, UseNews
 from .planning import Batch
 from .records import StepPart, StepRecord
 
@@ -43,8 +46,9 @@ class RemoteEngine:
     when the other side serves something else now, so that this process has to start anew.
     """
 
-    def __init__(self, address: str, secret: bytes):
+    def __init__(self, address: str, secret: bytes, peers: Peers | None = None):
         self._address, self._secret = address, secret
+        self.peers = peers or Peers()
         self.info: Any = None
         self._link: Link | None = None
         self._lost = "it has not been reached yet"
@@ -59,9 +63,12 @@ class RemoteEngine:
         self._staying: asyncio.Task[None] | None = None
 
     @classmethod
-    async def join(cls, address: str, secret: bytes, *, timeout_s: float) -> RemoteEngine:
-        """Raises ConfigError that says what was wrong last when there is no joining within `timeout_s`."""
-        engine = cls(address, secret)
+    async def join(cls, address: str, secret: bytes, *, timeout_s: float, peers: Peers | None = None) -> RemoteEngine:
+        """Raises ConfigError that says what was wrong last when there is no joining within `timeout_s`.
+
+        peers: this process's server has the same.
+        """
+        engine = cls(address, secret, peers)
         engine._staying = asyncio.ensure_future(engine._stay())
         joining = asyncio.ensure_future(engine._joined.wait())
         await asyncio.wait({joining, engine._staying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -103,6 +110,7 @@ class RemoteEngine:
             "request_id": batch.request_id,
             "client": batch.client,
             "priority": int(batch.priority),
+            **({"claim": batch.claim.as_json()} if batch.claim is not None else {}),
         }
         return await self._ask(header, (batch.hidden, *routed), batch, batch.deadline + LATE_S)
 
@@ -130,7 +138,7 @@ class RemoteEngine:
             raise self._unreachable()
         number, call = next(self._numbers), _Call(asyncio.get_running_loop().create_future(), batch)
         self._calls[number] = call
-        link.send({**header, "call": number}, tensors)
+        sent = link.send({**header, "call": number}, tensors)
         try:
             async with asyncio.timeout_at(until):  # the loop's clock is time.monotonic
                 return await call.future
@@ -139,6 +147,7 @@ class RemoteEngine:
                 f"no answer from {self._address}, which orders the steps, before the deadline"
             ) from None
         finally:
+            link.drop(sent)  # what was refused or given up on its way
             if self._calls.pop(number, None) is not None:  # nobody waits for its answer any more
                 link.send({"kind": "cancel", "call": number})
 
@@ -164,46 +173,41 @@ class RemoteEngine:
                 log.warning("%s, which orders the steps, cannot be reached: %s", self._address, why)
             self._link, self._lost = None, why
             self._fail_all(self._unreachable())
-            self._set_state("disconnected")
+            self.set_state("disconnected")
             wait = RETRY_S[0] if time.monotonic() - started > RETRY_S[1] else min(2 * wait, RETRY_S[1])
             await asyncio.sleep(wait)
 
     async def _once(self) -> None:
         """Until the connection ends, which raises."""
-        link = Link(await asyncio.to_thread(joined.connect, self._address))
+        link = Link(await asyncio.to_thread(connect, self._address))
+        receiver = _Receiver(self, link)
         try:
             await link.greet(self._secret, joining=True)
-            await link.serve(lambda: self._read(link))
+            await link.serve(receiver)
         finally:
             link.close()
+            receiver.close()
 
-    async def _read(self, link: Link) -> None:
-        while True:
-            header = await link.header()
-            tensors = await link.tensors(header)
-            match header.get("kind"):
-                case "welcome":
-                    self._welcome(link, header)
-                case "state":
-                    self._set_state(header["state"])
-                case "status":
-                    self._status = header["status"]
-                case "step":
-                    self._step(header)
-                case "result" | "failure" | "changed":
-                    self._answer(header, tensors)
+    # What comes over the connection.
 
-    def _welcome(self, link: Link, header: dict[str, Any]) -> None:
+    def welcome(self, link: Link, header: dict[str, Any]) -> None:
         info = joined.model_from_json(header["model"])
         if self.info is not None and info != self.info:
             raise ConfigError(f"join: {self._address} serves something else now: {info.name} with layers {info.layers}")
         self.info, self._status = info, header["status"]
         self._link = link
         log.info("joined %s", self._address)
-        self._set_state(header["state"])
+        self.set_state(header["state"])
         self._joined.set()
 
-    def _answer(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    def take_status(self, status: Any) -> None:
+        self._status = status
+
+    def expects(self, header: dict[str, Any]) -> bool:
+        """Somebody waits for what begins to arrive."""
+        return header.get("call") in self._calls
+
+    def answer(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         call = self._calls.pop(header["call"], None)
         if call is None or call.future.done():
             return  # given up meanwhile
@@ -216,7 +220,7 @@ class RemoteEngine:
                 call.batch.left_out.update(header["left_out"])
             call.future.set_result(tensors[0])
 
-    def _step(self, header: dict[str, Any]) -> None:
+    def step(self, header: dict[str, Any]) -> None:
         now, record = time.monotonic(), header["record"]
         parts = []
         for number, tokens, queued in header["parts"]:
@@ -247,7 +251,7 @@ class RemoteEngine:
             if not call.future.done():
                 call.future.set_exception(error)
 
-    def _set_state(self, state: str) -> None:
+    def set_state(self, state: str) -> None:
         if state == self._state:
             return
         log.info("state: %s -> %s", self._state, state)
@@ -257,3 +261,53 @@ class RemoteEngine:
                 callback(state)
             except Exception:
                 log.exception("a state listener failed")
+
+
+class _Receiver:
+    """Of one connection to the process that orders the steps."""
+
+    def __init__(self, engine: RemoteEngine, link: Link):
+        self._engine, self._link = engine, link
+        self._news: UseNews | None = None
+        self._neighbour: board.LinkNeighbour | None = None
+
+    def arriving(self, header: dict[str, Any], nbytes: int) -> Make | None:
+        return bytearray if self._engine.expects(header) else None
+
+    def dropped(self, header: dict[str, Any]) -> None:
+        pass
+
+    def arrived(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        engine = self._engine
+        match header.get("kind"):
+            case "welcome":
+                engine.welcome(self._link, header)
+                self._share()
+            case "state":
+                engine.set_state(header["state"])
+            case "status":
+                engine.take_status(header["status"])
+            case "step":
+                engine.step(header)
+            case "result" | "failure" | "changed":
+                engine.answer(header, tensors)
+            case "use":
+                for name, nbytes, level in header["clients"]:
+                    engine.peers.budgets.of(name).told(self, nbytes, level)
+            case kind if kind in board.KINDS and self._neighbour is not None:
+                self._neighbour.came(header)
+
+    def _share(self) -> None:
+        peers, link = self._engine.peers, self._link
+        self._news = UseNews(peers.budgets, lambda news: link.send({"kind": "use", "clients": news}), HERE)
+        link.send({"kind": "place", "place": peers.board.place})
+        self._neighbour = board.LinkNeighbour(peers.board, link.send, None)
+        peers.board.joined(self._neighbour)
+
+    def close(self) -> None:
+        """What the others said counts no more."""
+        if self._news is not None:
+            self._news.close()
+        self._engine.peers.budgets.forget(self)
+        if self._neighbour is not None:
+            self._neighbour.close()

@@ -202,6 +202,8 @@ class Calls:
                         priority=checked.priority,
                         trace=watch.trace,
                         left_out=left_out,
+                        claim=caller.account.claim(checked.nbytes),
+                        routing_checked=True,
                     )
                     with self._step_times.of(checked.request_id) as times:
                         out = await self.engine.forward(batch)

@@ -4,7 +4,8 @@
     3f9c...e1 name=search tokens_per_s=50000 bytes_in_flight=256MiB
     77ab...02 name=operator admin
 
-Tokens of one name are one client (so that a token can be replaced without a gap) and share its limits.
+Tokens of one name are one client (so that a token can be replaced without a gap) and share its limits. Those hold over all
+front ends of a service (`runtime/budgets.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ import hashlib
 import logging
 import math
 import re
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from epserve.errors import ConfigError, Overloaded, Unauthenticated
+from epserve.errors import ConfigError, Unauthenticated
+from epserve.runtime.budgets import Budget, Budgets, Claim
 from epserve.runtime.planning import Priority
 
 log = logging.getLogger("epserve.serving")
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-BUSY_RETRY_S = 0.05
-"""What a client over its bytes is told to wait: about one request's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +41,13 @@ class ClientPolicy:
 
 
 class Account:
-    """One client's use. `policy` may be replaced at any time; None: its tokens were taken away."""
+    """One client. `policy` may be replaced at any time; None: its tokens were taken away."""
 
-    def __init__(self, policy: ClientPolicy):
+    def __init__(self, policy: ClientPolicy, budgets: Budgets | None = None):
+        """budgets: where its use is counted, which others may have in common."""
         self.policy: ClientPolicy | None = policy
         self.name = policy.name
-        self.bytes_in_flight = 0
-        self._level = 1.0  # of the bucket, in seconds of the rate, so that it keeps its meaning when the rate changes
-        self._filled_at = time.monotonic()
+        self._budgets = budgets or Budgets()
 
     def current(self) -> ClientPolicy:
         """Raises Unauthenticated once the tokens file lists this client no more, on streams that are open too."""
@@ -59,51 +57,52 @@ class Account:
 
     def spend(self, tokens: int) -> None:
         """Raises Overloaded that says when the client may come again."""
-        rate = self.current().tokens_per_s
-        if rate == math.inf:
-            return
-        now = time.monotonic()
-        self._level = min(1.0, self._level + now - self._filled_at)
-        self._filled_at = now
-        cost = tokens / rate
-        missing = (
-            min(cost, 1.0) - self._level
-        )  # a request above one second's worth needs a full bucket and leaves a debt
-        if missing > 1e-9:
-            raise Overloaded(
-                f"client {self.name!r}: {tokens} tokens would pass its limit of {rate:g} a second (tokens_per_s)",
-                retry_after_s=missing,
-            )
-        self._level -= cost
+        if (rate := self.current().tokens_per_s) < math.inf:
+            self._budget.spend(tokens, rate)
 
     def give_back(self, tokens: int) -> None:
         """For a request that the service refused."""
-        if self.policy is not None:
-            self._level += tokens / self.policy.tokens_per_s
+        if self.policy is not None and self.policy.tokens_per_s < math.inf:
+            self._budget.give_back(tokens, self.policy.tokens_per_s)
 
-    @contextmanager
-    def holding(self, nbytes: int) -> Iterator[None]:
-        """The bytes of one request. A single one of any size passes."""
+    def holding(self, nbytes: int) -> AbstractContextManager[None]:
+        """A context for the bytes of one request. A single one of any size passes. Entering it raises Overloaded."""
         limit = self.current().bytes_in_flight
-        if self.bytes_in_flight and self.bytes_in_flight + nbytes > limit:
-            raise Overloaded(
-                f"client {self.name!r}: {self.bytes_in_flight} bytes of its requests are here, {nbytes} more would pass its"
-                f" limit of {limit:.0f} (bytes_in_flight)",
-                retry_after_s=BUSY_RETRY_S,
-            )
-        self.bytes_in_flight += nbytes
-        try:
-            yield
-        finally:
-            self.bytes_in_flight -= nbytes
+        return _holding(self._budget, nbytes, limit) if limit < math.inf else nullcontext()
+
+    def claim(self, nbytes: int) -> Claim | None:
+        """What a request of so many bytes brings along to where the steps are ordered; None: there are no limits."""
+        policy = self.policy
+        if policy is None or policy.tokens_per_s == policy.bytes_in_flight == math.inf:
+            return None
+        return Claim(tokens_per_s=policy.tokens_per_s, bytes_in_flight=policy.bytes_in_flight, nbytes=nbytes)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """At this process's door and behind it, of a client with a limit."""
+        return self._budget.held()
+
+    @property
+    def _budget(self) -> Budget:
+        return self._budgets.of(self.name)
+
+
+@contextmanager
+def _holding(budget: Budget, nbytes: int, limit: float) -> Iterator[None]:
+    budget.hold(nbytes, limit)
+    try:
+        yield
+    finally:
+        budget.release(nbytes)
 
 
 class Accounts:
     """All clients. Keeps digests of tokens, never the tokens. Without a file everyone is the one anonymous client."""
 
-    def __init__(self, path: Path | None):
-        """Raises ConfigError when the file is unusable."""
+    def __init__(self, path: Path | None, budgets: Budgets | None = None):
+        """budgets: of this process. Raises ConfigError when the file is unusable."""
         self._path = path
+        self._budgets = budgets or Budgets()
         self._stamp: tuple[int, ...] = ()
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
@@ -149,7 +148,7 @@ class Accounts:
         for name, account in self._by_name.items():
             account.policy = by_name.get(name)
         kept = {name: account for name, account in self._by_name.items() if name in by_name}
-        self._by_name = {name: kept.get(name) or Account(policy) for name, policy in by_name.items()}
+        self._by_name = {name: kept.get(name) or Account(policy, self._budgets) for name, policy in by_name.items()}
         self._by_digest = {digest: self._by_name[policy.name] for digest, policy in policies.items()}
         self._stamp = stamp
 

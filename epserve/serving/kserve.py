@@ -152,13 +152,15 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         self, request, context: grpc.aio.ServicerContext
     ) -> kserve.SystemSharedMemoryRegisterResponse:
         try:
-            self._calls.regions.register_leased(
+            regions = self._calls.regions
+            region = regions.register_leased(
                 self._region_owner(context),
                 name=request.name,
                 key=request.key,
                 offset=request.offset,
                 size=request.byte_size,
             )
+            await regions.share(region)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         return kserve.SystemSharedMemoryRegisterResponse()

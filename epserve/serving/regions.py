@@ -3,11 +3,16 @@
 A region is a window of a POSIX shared-memory object. The server keeps a file descriptor and no mapping: a client may cut
 its object short at any time, which would end a process that reads a mapping of it (SIGBUS), while `preadv` just comes back
 with fewer bytes. It also takes the one copy that a check of ids needs, since the client can write while it is read.
+
+Front ends of one host know each other's regions (`share`), so that a client's calls may go to any of them: the one that
+registered a region has checked who may, the others open the same object and keep to the same owner, name and bounds.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
+import logging
 import os
 import re
 import secrets
@@ -21,7 +26,10 @@ from typing import Any
 
 from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, Overloaded, TooLarge
+from epserve.runtime.board import Board, Handlers
 from epserve.serving import epserve_pb2 as pb
+
+log = logging.getLogger("epserve.serving")
 
 FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?([A-Za-z0-9._\-]{1,200})")
@@ -36,12 +44,18 @@ _IO_BYTES = 1 << 30
 
 
 class Region:
-    """One window. Reads and writes may come from any thread; the descriptor lives until the last of them is done."""
+    """One window. Reads and writes may come from any thread; the descriptor lives until the last of them is done.
 
-    def __init__(self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int):
+    adopted: another front end registered it, and decides when its lease is over.
+    """
+
+    def __init__(
+        self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int,
+        adopted: bool = False,
+    ):  # fmt: skip
         self.owner, self.name, self.key, self.offset, self.size = owner, name, key, offset, size
-        self.lease_s = lease_s
-        self.last_used = time.monotonic()
+        self.lease_s, self.adopted = lease_s, adopted
+        self.last_used = self.told_used = time.monotonic()
         self.users = 0
         self._fd, self._registered = fd, True
         self._lock = threading.Lock()
@@ -77,7 +91,17 @@ class Region:
         self.last_used = time.monotonic()
 
     def expired(self, now: float) -> bool:
-        return self.lease_s is not None and not self.users and now - self.last_used > self.lease_s
+        leased = self.lease_s is not None and not self.adopted
+        return leased and not self.users and now - self.last_used > (self.lease_s or 0.0)
+
+    def describe(self) -> dict[str, Any]:
+        """For another front end of this host, while it is registered. Which object it is, and where it is open."""
+        with self._lock:
+            found = os.fstat(self._fd)
+            return {
+                "owner": self.owner, "name": self.name, "key": self.key, "offset": self.offset, "size": self.size,
+                "lease_s": self.lease_s, "pid": os.getpid(), "fd": self._fd, "object": [found.st_dev, found.st_ino],
+            }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +146,12 @@ class Slice:
 class Regions:
     """The registry. An owner sees and uses only its own regions. Of one event loop; regions are used from any thread."""
 
-    def __init__(self, limits: ServerConfig, folder: Path = FOLDER):
+    def __init__(self, limits: ServerConfig, folder: Path = FOLDER, *, board: Board | None = None):
+        """board: what front ends of this host tell each other of their regions."""
         self._limits, self._folder = limits, folder
         self._regions: dict[tuple[str, str], Region] = {}
+        self._board = board or Board()
+        self._board.subscribe(Handlers(posted=self._adopt, removed=self._removed, used=self._used))
 
     def register_proven(self, owner: str, *, key: str, offset: int, size: int, proof: bytes) -> Region:
         """Under a name of the server's choice. `proof`: random bytes that the region starts with, to show write access."""
@@ -160,6 +187,64 @@ class Regions:
         self._regions[region.owner, region.name] = region
         return region
 
+    async def share(self, region: Region) -> None:
+        """The other front ends of this host know it when this returns. Raises InvalidRequest, and forgets it, when its
+        name was registered at another one meanwhile."""
+        try:
+            known = await self._board.post(_name_on_board(region.owner, region.name), region.describe())
+        except BaseException:  # the caller has gone
+            self.forget(region)
+            raise
+        if not known:
+            self._drop(region)
+            raise InvalidRequest(f"name: {region.name!r} is registered already; unregister it first", field="name")
+
+    def _adopt(self, key: str, value: dict[str, Any]) -> None:
+        """A region that another front end has registered."""
+        if not self._limits.regions:
+            return
+        try:
+            wanted = {name: value[name] for name in ("owner", "name", "key", "offset", "size", "lease_s")}
+            self._check_number(wanted["owner"])
+            fd = self._open_same(value)
+        except (OSError, Overloaded, KeyError, TypeError) as error:
+            text = "region %s of front end %s is not known to this one, calls with it fail here: %s"
+            log.warning(text, value.get("name"), value.get("pid"), error)
+            return
+        self._add(Region(**wanted, fd=fd, adopted=True))
+
+    def _open_same(self, value: dict[str, Any]) -> int:
+        """By its name, which may have gone since; else where the other process has it open. Raises OSError."""
+        name = str(value["key"]).lstrip("/")
+        for path in (self._folder / name, Path(f"/proc/{int(value['pid'])}/fd/{int(value['fd'])}")):
+            flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if path.parent == self._folder else 0)
+            try:
+                fd = os.open(path, flags)
+            except OSError:
+                continue
+            found = os.fstat(fd)
+            if [found.st_dev, found.st_ino] == value["object"] and stat.S_ISREG(found.st_mode):
+                return fd
+            os.close(fd)
+        raise FileNotFoundError(f"its object {name!r} cannot be opened, by name or at process {value['pid']}")
+
+    def _removed(self, key: str) -> None:
+        if (region := self._regions.get(_owner_and_name(key))) is not None:
+            self._drop(region)
+
+    def _used(self, keys: list[str]) -> None:
+        for key in keys:
+            if (region := self._regions.get(_owner_and_name(key))) is not None:
+                region.last_used = region.told_used = time.monotonic()
+
+    def _check_number(self, owner: str) -> None:
+        mine = sum(region.owner == owner for region in self._regions.values())
+        if mine >= MAX_REGIONS_PER_CLIENT or len(self._regions) >= MAX_REGIONS:
+            text = f"{mine} regions of this client and {len(self._regions)} in all are registered, which is the most"
+            raise Overloaded(
+                f"{text} ({MAX_REGIONS_PER_CLIENT}, {MAX_REGIONS}); use fewer and larger ones", retry_after_s=1
+            )
+
     def _open(self, owner: str, key: str, offset: int, size: int) -> int:
         """A descriptor of the object, which is large enough now."""
         matched = _KEY.fullmatch(key)
@@ -170,12 +255,7 @@ class Regions:
             limit = self._limits.max_region_bytes
             raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)")
         self.reclaim()
-        mine = sum(region.owner == owner for region in self._regions.values())
-        if mine >= MAX_REGIONS_PER_CLIENT or len(self._regions) >= MAX_REGIONS:
-            text = f"{mine} regions of this client and {len(self._regions)} in all are registered, which is the most"
-            raise Overloaded(
-                f"{text} ({MAX_REGIONS_PER_CLIENT}, {MAX_REGIONS}); use fewer and larger ones", retry_after_s=1
-            )
+        self._check_number(owner)
         try:
             # NOTE: O_NOFOLLOW and O_NONBLOCK: neither a link out of the folder nor a pipe without a peer
             fd = os.open(self._folder / matched[1], os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -193,14 +273,22 @@ class Regions:
         self.forget(self.find(owner, name, "name"))
 
     def forget(self, region: Region) -> None:
-        """As `unregister`, for whoever holds the region itself; twice is once."""
+        """As `unregister`, for whoever holds the region itself; twice is once. Other front ends forget it too."""
+        if self._regions.get((region.owner, region.name)) is region:
+            self._board.remove(_name_on_board(region.owner, region.name))
+        self._drop(region)
+
+    def _drop(self, region: Region) -> None:
         region.unregister()
-        self._regions.pop((region.owner, region.name), None)
+        if self._regions.get((region.owner, region.name)) is region:
+            del self._regions[region.owner, region.name]
 
     def unregister_all(self, owner: str | None = None) -> None:
-        """Of one owner that were registered under a name of his; None: whatever there is."""
+        """Of one owner that were registered under a name of his; None: whatever there is here, at the end."""
         for region in list(self._regions.values()):
-            if owner is None or (region.owner == owner and region.lease_s is not None):
+            if owner is None and region.adopted:
+                self._drop(region)
+            elif owner is None or (region.owner == owner and region.lease_s is not None):
                 self.forget(region)
 
     def of(self, owner: str) -> list[Region]:
@@ -227,11 +315,25 @@ class Regions:
         return Slice(region=region, offset=wanted.offset, nbytes=nbytes, field=field)
 
     def reclaim(self) -> None:
-        """Forget regions whose lease is over: their clients are taken for dead."""
-        now = time.monotonic()
+        """Forget regions whose lease is over: their clients are taken for dead. And tell other front ends which are in use."""
+        now, used = time.monotonic(), []
         for region in list(self._regions.values()):
             if region.expired(now):
                 self.forget(region)
+            elif region.lease_s is not None and (region.users or region.last_used > region.told_used):
+                region.told_used = now
+                used.append(_name_on_board(region.owner, region.name))
+        if used:
+            self._board.use(used)
 
     def __len__(self) -> int:
         return len(self._regions)
+
+
+def _name_on_board(owner: str, name: str) -> str:
+    return json.dumps([owner, name])
+
+
+def _owner_and_name(key: str) -> tuple[str, str]:
+    owner, name = json.loads(key)
+    return owner, name

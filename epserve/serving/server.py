@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from epserve import allocator
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError
+from epserve.runtime.peers import Peers
 from epserve.serving import admin_pb2 as admin_pb
 from epserve.serving import admin_pb2_grpc as admin_pb_grpc
 from epserve.serving import auth, frames, tracing, wire
@@ -61,10 +62,13 @@ class Server:
         *,
         default_deadline_s: float = 60.0,
         tracer_provider: Any = None,
+        peers: Peers | None = None,
     ):
-        """tracer_provider: of OpenTelemetry, in place of the one that `server.otlp_endpoint` makes; closed by `stop`."""
+        """tracer_provider: of OpenTelemetry, in place of the one that `server.otlp_endpoint` makes; closed by `stop`.
+        peers: what is shared with other front ends; whatever connects this process to them has the same."""
         self._engine, self._config = engine, config
         self._tracer_provider = tracer_provider
+        self._peers = peers or Peers()
         self._observer: Observer | None = None
         self._page: StatusPage | None = None
         self._default_deadline_s = default_deadline_s
@@ -96,7 +100,7 @@ class Server:
         config = self._config
         allocator.keep_freed_memory()
         credentials = auth.server_credentials(config)
-        accounts = Accounts(config.tokens_file)
+        accounts = Accounts(config.tokens_file, self._peers.budgets)
         guards = [auth.TokenInterceptor(accounts)] if accounts.guarded else []
         _check_free(config.host, config.port)
         provider = self._tracer_provider
@@ -113,7 +117,7 @@ class Server:
             config,
             self._default_deadline_s,
             accounts=accounts,
-            regions=Regions(config),
+            regions=Regions(config, board=self._peers.board),
             observer=observer,
         )
         names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]

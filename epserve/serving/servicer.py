@@ -46,6 +46,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 size=request.byte_size,
                 proof=request.proof,
             )
+            await self._calls.regions.share(region)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         key = self._doorbell.register(caller)

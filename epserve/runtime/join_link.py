@@ -1,0 +1,272 @@
+"""A connection between a front end that has joined and the process that orders the steps. No pickle, no Ray, no gRPC.
+
+Who connects proves that it knows the secret and asks the same of the other side, without sending it. Nothing is encrypted,
+as between front end and ranks. What goes over it: `join_frames`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from epserve.errors import ConfigError
+
+from .join_frames import MAGIC, PIECE, PIECE_BYTES, PREFIX, STREAM, Arriving, JoinError, Large, Make, Outbox, described
+from .joined import made
+
+MAX_HEADER = 16 << 20
+"""The status of a large model names each layer's experts."""
+MAX_GREETING = 4096
+SOCKET_BUFFER = 4 << 20
+BEAT_S = 1.0
+SILENCE_S = 10.0
+"""A side that has not been heard of for so long is taken for gone: a host that vanished closes no connection."""
+HANDSHAKE_S = 10.0
+VERSION = 2
+
+
+class Receiver(Protocol):
+    """Who gets the messages of a link, in the loop's thread. What these raise ends the connection."""
+
+    def arriving(self, header: dict[str, Any], nbytes: int) -> Make | None:
+        """A message with payloads begins. What makes room for them; None: they are passed over, and `arrived` is not called."""
+
+    def arrived(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None: ...
+
+    def dropped(self, header: dict[str, Any]) -> None:
+        """The rest of what was `arriving`, and was not passed over, will not come."""
+
+
+class Link:
+    """One connection. `send` never waits; payloads go out by reference."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._outbox = Outbox()
+        self._more, self._empty = asyncio.Event(), asyncio.Event()
+        self._empty.set()
+        self._arriving: dict[int, Arriving] = {}
+        self._heard = time.monotonic()
+        self._closed = False
+        self._max_header = MAX_GREETING  # of strangers
+
+    def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Large | None:
+        """What `drop` takes, for a message that goes in pieces."""
+        if self._closed:
+            return None
+        large = self._outbox.add(header, tensors)
+        self._empty.clear()
+        self._more.set()
+        return large
+
+    def drop(self, sent: Large | None) -> None:
+        """The rest of a message that nobody wants any more need not be sent."""
+        if not self._closed:
+            self._outbox.drop(sent)
+            self._more.set()
+
+    async def write(self) -> None:
+        """Sends what `send` has queued, until cancelled or the connection ends."""
+        loop = asyncio.get_running_loop()
+        while True:
+            parts = self._outbox.next()
+            if parts is None:
+                self._empty.set()
+                self._more.clear()
+                await self._more.wait()
+                continue
+            for part in parts:
+                await loop.sock_sendall(self._sock, part)
+            del parts  # while this waits, it would keep the last message's tensors
+
+    async def sent(self) -> None:
+        """Until all that is queued is out."""
+        await self._empty.wait()
+
+    async def read(self, receiver: Receiver) -> None:
+        """Hands `receiver` what comes, until the connection ends, which raises."""
+        try:
+            while True:
+                await self._frame(receiver)
+        finally:
+            arriving, self._arriving = self._arriving, {}
+            for each in arriving.values():
+                if each.wanted:
+                    receiver.dropped(each.header)
+
+    async def _frame(self, receiver: Receiver) -> None:
+        magic, size = await self._prefix()
+        if magic == PIECE:
+            await self._piece(size, receiver)
+            return
+        header = await self._json(size)
+        if header.get("kind") == "dropped":
+            given_up = self._arriving.pop(header["stream"], None)
+            if given_up is not None and given_up.wanted:
+                receiver.dropped(given_up.header)
+            return
+        described_ = described(header)
+        if not described_:
+            receiver.arrived(header, [])
+            return
+        make = receiver.arriving(header, sum(nbytes for _, _, nbytes in described_))
+        arriving = Arriving(header, described_, make)
+        if (stream := header.get("stream")) is not None:
+            if stream in self._arriving or arriving.complete:
+                raise JoinError(f"stream {stream} is in use, or empty")
+            self._arriving[stream] = arriving
+            return
+        try:
+            for nbytes in [nbytes for _, _, nbytes in described_ if nbytes]:
+                await self.receive(arriving.room(nbytes))
+        except BaseException:
+            if arriving.wanted:
+                receiver.dropped(header)
+            raise
+        if arriving.wanted:
+            receiver.arrived(header, arriving.tensors())
+
+    async def _piece(self, size: int, receiver: Receiver) -> None:
+        number = bytearray(STREAM.size)
+        await self.receive(memoryview(number))
+        (stream,) = STREAM.unpack(number)
+        arriving = self._arriving.get(stream)
+        if arriving is None or size > PIECE_BYTES:
+            raise JoinError(f"a piece of {size} bytes of stream {stream}, which is too large or of no message")
+        await self.receive(arriving.room(size))
+        if arriving.complete:
+            del self._arriving[stream]
+            if arriving.wanted:
+                receiver.arrived(arriving.header, arriving.tensors())
+
+    async def header(self) -> dict[str, Any]:
+        """The next frame's header, of a frame without payloads. Raises JoinError."""
+        magic, size = await self._prefix()
+        if magic != MAGIC:
+            raise JoinError(f"not a message: starts with {magic!r}")
+        return await self._json(size)
+
+    async def _prefix(self) -> tuple[bytes, int]:
+        prefix = bytearray(PREFIX.size)
+        await self.receive(memoryview(prefix))
+        magic, size = PREFIX.unpack(prefix)
+        if magic not in (MAGIC, PIECE) or size > self._max_header:
+            raise JoinError(f"not a frame: starts with {bytes(prefix)!r}")
+        return magic, size
+
+    async def _json(self, size: int) -> dict[str, Any]:
+        text = bytearray(size)
+        await self.receive(memoryview(text))
+        try:
+            header = json.loads(text, object_hook=made)
+        except ValueError as error:
+            raise JoinError(f"not a header: {error}") from None
+        if not isinstance(header, dict) or not isinstance(header.get("tensors"), list):
+            raise JoinError("a header without tensors")
+        return header
+
+    async def receive(self, view: memoryview) -> None:
+        loop = asyncio.get_running_loop()
+        while view:
+            count = await loop.sock_recv_into(self._sock, view)
+            if not count:
+                raise JoinError("the other side closed the connection")
+            self._heard = time.monotonic()
+            view = view[count:]
+
+    async def watch(self) -> None:
+        """Says that this side lives. Raises JoinError when the other one has been silent for too long."""
+        late = 0
+        while True:
+            silent = time.monotonic() - self._heard
+            late = late + 1 if silent > SILENCE_S else 0
+            if late > 1:  # the first time it may be this process that did not listen
+                raise JoinError(f"nothing was heard for {silent:.1f} s")
+            self.send({"kind": "beat"})
+            await asyncio.sleep(BEAT_S)
+
+    async def serve(self, receiver: Receiver) -> None:
+        """Reads, writes and watches until one of them ends. Raises why; closes the connection."""
+        tasks = [asyncio.ensure_future(each) for each in (self.read(receiver), self.write(), self.watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._closed = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    # Who is there: both sides prove that they know the secret, each over the other's fresh random bytes.
+
+    async def greet(self, secret: bytes, *, joining: bool) -> None:
+        """Raises JoinError for a stranger. The same call on both sides."""
+        async with asyncio.timeout(HANDSHAKE_S):
+            mine = os.urandom(32)
+            await self._say({"kind": "hello", "version": VERSION, "nonce": mine.hex()})
+            hello = await self.header()
+            if hello.get("kind") != "hello" or hello.get("version") != VERSION:
+                raise JoinError(f"the other side speaks version {hello.get('version')} of this protocol, not {VERSION}")
+            theirs = bytes.fromhex(str(hello.get("nonce", "")))
+            await self._say({"kind": "proof", "proof": _proof(secret, theirs, mine, joining=joining)})
+            proof = str((await self.header()).get("proof", ""))
+            if not hmac.compare_digest(proof, _proof(secret, mine, theirs, joining=not joining)):
+                raise JoinError("the other side does not know the secret (server.join_secret_file)")
+            self._max_header = MAX_HEADER
+
+    async def _say(self, header: Mapping[str, Any]) -> None:
+        text = json.dumps({**header, "tensors": []}).encode()
+        await asyncio.get_running_loop().sock_sendall(self._sock, PREFIX.pack(MAGIC, len(text)) + text)
+
+
+def _proof(secret: bytes, challenge: bytes, own: bytes, *, joining: bool) -> str:
+    """The side is part of it, so that nobody can be sent his own proof back."""
+    message = b"joining" + challenge + own if joining else b"ordering" + challenge + own
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+
+
+# Addresses: host:port, or unix:@NAME for an abstract socket of this host.
+
+
+def connect(address: str) -> socket.socket:
+    """Blocks. Raises OSError, or ConfigError for what is no address."""
+    if address.startswith("unix:@"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(HANDSHAKE_S)
+            sock.connect("\0" + address.removeprefix("unix:@"))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    return socket.create_connection(parse_address(address), timeout=HANDSHAKE_S)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"join: {address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -16,13 +16,16 @@ import torch
 from epserve import errors
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy, Tls
 from epserve.errors import InvalidRequest
+from epserve.serving import wire
 from epserve.serving.attempts import Attempts
 from epserve.serving.exchange import OutgoingRequest
 from epserve.serving.server import Server
 from epserve.serving.status import error_of, failure_of
 from tests.fake_engine import FakeEngine, LocalExperts, echo, serving
+from tests.grpc_calls import until
 
-QUICK = ClientOptions(retry=RetryPolicy(first_s=0.01, longest_s=0.05), timeout_s=20)
+QUICK = ClientOptions(retry=RetryPolicy(first_s=0.01, longest_s=0.05), timeout_s=50)
+ROUNDED_S = 0.1  # a deadline travels as what is left of it, in coarse units
 
 
 @contextmanager
@@ -33,8 +36,8 @@ def serving_in_thread(engine: FakeEngine, **config):
     thread.start()
     context = serving(engine, **config)
     try:
-        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(20)
-        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(20)
+        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -114,15 +117,19 @@ class TestForward:
                 assert torch.equal(x, y)
 
     def test_futures(self):
-        async def by_value(batch):
-            await asyncio.sleep(float(batch.hidden[0, 0]))
+        release = threading.Event()
+
+        async def held_if_one(batch):
+            while float(batch.hidden[0, 0]) == 1 and not release.is_set():
+                await asyncio.sleep(0.005)
             return batch.hidden
 
-        with client_of(FakeEngine(by_value)) as client:
-            slow, fast = (client.forward_async(1, torch.full((1, 32), seconds)) for seconds in (0.5, 0.0))
+        with client_of(FakeEngine(held_if_one)) as client:
+            slow, fast = (client.forward_async(1, torch.full((1, 32), value)) for value in (1.0, 0.0))
             done, _ = concurrent.futures.wait([slow, fast], return_when=concurrent.futures.FIRST_COMPLETED, timeout=20)
             assert done == {fast}
-            assert float(slow.result(20)[0, 0]) == 0.5
+            release.set()
+            assert float(slow.result(20)[0, 0]) == 1
 
     def test_model_status_and_readiness(self):
         engine = FakeEngine()
@@ -130,7 +137,7 @@ class TestForward:
         with client_of(engine) as client:
             assert client.model().hidden == 32
             with pytest.raises(errors.DeadlineExceeded, match="state starting"):
-                client.wait_ready(timeout=0.3)
+                client.wait_ready(timeout=1)
             threading.Timer(0.3, engine.set_state, ["serving"]).start()
             assert client.wait_ready(timeout=20).state == "serving"
 
@@ -141,7 +148,7 @@ class TestForward:
             assert (await client.wait_ready()).state == "serving"
             engine.set_state("recovering")
             with pytest.raises(errors.DeadlineExceeded, match="state recovering"):
-                await client.wait_ready(timeout=0.3)
+                await client.wait_ready(timeout=1)
 
 
 class TestErrors:
@@ -183,13 +190,19 @@ class TestErrors:
             assert raised.value.field == "hidden_states"
             assert torch.equal(await client.forward(1, x), x)
 
-    def test_too_large_names_the_limit_and_the_setting_without_sending_it_all(self):
-        x = torch.zeros(40000, 7168, dtype=torch.bfloat16)  # 573 MB
-        with client_of(FakeEngine(hidden=7168, dtype=torch.bfloat16)) as client:
-            started = time.monotonic()
-            with pytest.raises(errors.TooLarge, match=r"40000 tokens, at most 16384.*server\.max_tokens_per_request"):
-                client.forward(1, x)
-            assert time.monotonic() - started < 5
+    def test_too_large_names_the_limit_and_the_setting_without_sending_it_all(self, monkeypatch):
+        x, frames, sent = torch.zeros(40000, 7168, dtype=torch.bfloat16), wire.request_frames, []  # 573 MB
+
+        def counted(*arguments):
+            for frame in frames(*arguments):
+                sent.append(wire.FRAME_BYTES)
+                yield frame
+
+        monkeypatch.setattr(wire, "request_frames", counted)
+        refused = pytest.raises(errors.TooLarge, match=r"40000 tokens, at most 16384.*server\.max_tokens_per_request")
+        with client_of(FakeEngine(hidden=7168, dtype=torch.bfloat16)) as client, refused:
+            client.forward(1, x)
+        assert 0 < sum(sent) < x.nbytes / 4
 
     def test_half_a_routing_is_refused_before_sending(self):
         with Client("127.0.0.1:1") as client, pytest.raises(errors.InvalidRequest, match="topk_weights: missing"):
@@ -241,12 +254,12 @@ class TestRetries:
         assert len(compute.calls) == 1
 
     async def test_no_retry_passes_the_deadline(self):
-        compute = Flaky(errors.Overloaded("full", retry_after_s=0.3), times=100)
+        compute = Flaky(errors.Overloaded("full", retry_after_s=0.9), times=100)
         async with serving(FakeEngine(compute)) as server, AsyncClient(server.address, QUICK) as client:
             started = time.monotonic()
             with pytest.raises(errors.Overloaded) as raised:
-                await client.forward(1, torch.ones(1, 32), timeout=1.0)
-            assert time.monotonic() - started < 1.0
+                await client.forward(1, torch.ones(1, 32), timeout=3.0)
+            assert time.monotonic() - started < 3.0
         assert 2 <= len(compute.calls) <= 4
         assert "attempts" in raised.value.__notes__[0]
 
@@ -275,23 +288,22 @@ class TestDeadlinesAndCancellation:
                 await client.forward(1, torch.ones(tokens, 32), timeout=0.2)
             engine.compute = echo
             assert torch.equal(await client.forward(1, torch.ones(tokens, 32)), torch.ones(tokens, 32))
-            await asyncio.sleep(0.05)
-            assert (engine.running, server._calls.in_flight) == (0, 0)
+            await until(lambda: (engine.running, server._calls.in_flight) == (0, 0))
 
     async def test_every_call_has_a_deadline(self):
         engine = FakeEngine()
-        async with serving(engine) as server, AsyncClient(server.address, ClientOptions(timeout_s=7)) as client:
-            await client.forward(1, torch.ones(1, 32))
-            await client.forward(1, torch.ones(16000, 32))
-        for batch in engine.seen:
-            assert 4 < batch.deadline - time.monotonic() <= 7
+        async with serving(engine) as server, AsyncClient(server.address, ClientOptions(timeout_s=70)) as client:
+            for tokens in (1, 16000):
+                before = time.monotonic()
+                await client.forward(1, torch.ones(tokens, 32))
+                assert before + 70 - ROUNDED_S <= engine.seen[-1].deadline <= time.monotonic() + 70 + ROUNDED_S
 
     @pytest.mark.parametrize("tokens", [SMALL, 16000])
     async def test_a_cancelled_task_cancels_the_call(self, tokens):
         engine = FakeEngine(hang)
         async with serving(engine) as server, AsyncClient(server.address, QUICK) as client:
             task = asyncio.ensure_future(client.forward(1, torch.ones(tokens, 32)))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not engine.running:
                     await asyncio.sleep(0.01)
                 task.cancel()
@@ -316,7 +328,7 @@ class TestDeadlinesAndCancellation:
         assert engine.cancelled == 1
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -353,7 +365,7 @@ class TestStream:
             with pytest.raises(errors.DeadlineExceeded):
                 await stream.forward(1, torch.ones(1, 32), timeout=0.1)
             tasks = [asyncio.ensure_future(stream.forward(1, torch.ones(16000, 32))) for _ in range(3)]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while engine.running < 3:
                     await asyncio.sleep(0.01)
                 for task in tasks:
@@ -367,7 +379,7 @@ class TestStream:
         engine = FakeEngine(hang)
         async with stream_of(engine) as (stream, server):
             waiting = asyncio.ensure_future(stream.forward(1, torch.ones(1, 32)))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not engine.running:
                     await asyncio.sleep(0.01)
             await server.stop(grace=0.1)
@@ -407,7 +419,7 @@ class TestSecurity:
             Client("localhost:1", tls_ca=certificates / "missing")
 
 
-def run_python(code: str, timeout_s: float = 90) -> str:
+def run_python(code: str, timeout_s: float = 250) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=timeout_s
     )
@@ -437,16 +449,18 @@ import asyncio, os, threading
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray, torch
 from epserve.client import Client
+from epserve.runtime.cluster import _start
 from tests.fake_engine import FakeEngine, serving
 
 def start_ray():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    # On a cluster of its own: without an address Ray joins whatever runs on this machine.
+    _start(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
 
 def ask_ray():
     @ray.remote(num_cpus=0.1)
     def double(x):
         return 2 * x
-    assert ray.get(double.remote(21), timeout=60) == 42
+    assert ray.get(double.remote(21), timeout=150) == 42
 
 async def main():
     {before}

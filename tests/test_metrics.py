@@ -20,7 +20,7 @@ from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.load import Layout
 from epserve.serving.metrics import Metrics, expert_groups
 from tests.fake_engine import FakeEngine
-from tests.grpc_calls import Frames, connect, message, status_of
+from tests.grpc_calls import Frames, connect, message, status_of, until
 from tests.observed import engine_status, fetch, rank_status, record, sample, watched
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -239,9 +239,7 @@ class TestServer:
             await entered.wait()
             inside = values((await fetch(server.metrics_port, "/metrics")).text)
             call.cancel()
-            async with asyncio.timeout(5):
-                while server._calls.in_flight:
-                    await asyncio.sleep(0.01)
+            await until(lambda: server._calls.in_flight == 0)
             found = values((await fetch(server.metrics_port, "/metrics")).text)
         assert (inside["epserve_calls_in_flight"], inside["epserve_buffered_bytes"]) == (1, 128)
         assert found['epserve_requests_total{status="CANCELLED"}'] == 1

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import time
 
 import grpc
 import pytest
@@ -47,9 +46,10 @@ class TestHealthAndReflection:
             assert await health_of(channel) == "NOT_SERVING"
             for state in ("serving", "recovering", "serving", "draining"):
                 engine.set_state(state)
-                await asyncio.sleep(0.01)
                 for name in ("", SERVICE):
-                    assert await health_of(channel, name) == ("SERVING" if state == "serving" else "NOT_SERVING")
+                    async with asyncio.timeout(30):  # the state is published by the loop, a moment later
+                        while await health_of(channel, name) != ("SERVING" if state == "serving" else "NOT_SERVING"):
+                            await asyncio.sleep(0.005)
             error = await status_of(
                 health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x"))
             )
@@ -61,7 +61,7 @@ class TestHealthAndReflection:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             engine.set_state("recovering")
-            assert (await asyncio.wait_for(watch.read(), 5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert (await asyncio.wait_for(watch.read(), 30)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
     @pytest.mark.parametrize("enabled", [True, False])
     async def test_reflection_lists_the_services(self, enabled):
@@ -166,9 +166,9 @@ class TestSecurity:
         async with serving(FakeEngine(), **tls) as server:
             credentials = grpc.ssl_channel_credentials(ca)
             async with grpc.aio.secure_channel(f"localhost:{server.port}", credentials) as channel:
-                await pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=10)
+                await pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=30)
             async with connect(server) as channel:
-                error = await status_of(pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=5))
+                error = await status_of(pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=30))
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
 
     async def test_mutual_tls(self, certificates):
@@ -184,7 +184,7 @@ class TestSecurity:
                 (grpc.ssl_channel_credentials(ca), False),
             ):
                 async with grpc.aio.secure_channel(f"localhost:{server.port}", credentials) as channel:
-                    call = pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=5)
+                    call = pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=30)
                     if allowed:
                         await call
                     else:
@@ -214,7 +214,7 @@ class TestStartAndStop:
         server = Server(FakeEngine(), ServerConfig(host=host, port=0))
         await server.start()
         async with connect(server) as channel:
-            await pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=5)
+            await pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)), timeout=30)
         await server.stop()
 
     async def test_stopping_finishes_what_was_accepted_and_refuses_the_rest(self):
@@ -233,7 +233,7 @@ class TestStartAndStop:
             accepted = asyncio.ensure_future(stub.Forward(message(torch.ones(1, 32))))
             await frames.send(1, torch.ones(1, 32))
             await until(lambda: engine.running == 2)
-            stopping = asyncio.ensure_future(server.stop(grace=20))
+            stopping = asyncio.ensure_future(server.stop(grace=60))
             await until(server._calls.draining.is_set)
             assert await health_of(channel) == "NOT_SERVING"
             late = await status_of(stub.Forward(message(torch.ones(1, 32))))
@@ -244,9 +244,7 @@ class TestStartAndStop:
             assert torch.equal(tensor_of(await accepted), torch.ones(1, 32))
             assert torch.equal((await frames.replies(1))[1], torch.ones(1, 32))
             assert await frames.call.read() is grpc.aio.EOF
-            started = time.monotonic()
-            await stopping
-            assert time.monotonic() - started < 5
+            await asyncio.wait_for(stopping, 15)  # less than its grace: nothing holds it up any more
             watch.cancel()
         await server.stop()
 
@@ -260,9 +258,7 @@ class TestStartAndStop:
         async with connect(server) as channel:
             call = asyncio.ensure_future(status_of(pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)))))
             await until(lambda: engine.running == 1)
-            started = time.monotonic()
-            await server.stop(grace=0.2)
-            assert time.monotonic() - started < 3
+            await asyncio.wait_for(server.stop(grace=0.2), 30)
             assert (await call).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert engine.cancelled == 1
 

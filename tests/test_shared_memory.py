@@ -23,7 +23,7 @@ from epserve.runtime.shm import Arena, Window
 from epserve.runtime.transport import SocketLink, StepServer
 
 MIB = 1 << 20
-LIMIT_S = 20
+LIMIT_S = 60
 
 
 def num_mapped() -> int:
@@ -151,9 +151,10 @@ async def test_several_steps_in_flight_come_back_in_order(arena):
 
 
 async def test_memory_is_not_used_again_while_a_rank_that_was_given_up_may_write_to_it(arena):
-    held = threading.Event()
+    held, inside = threading.Event(), threading.Event()
 
     def answer(header, tensors, out):
+        inside.set()
         held.wait(LIMIT_S)
         return double(header, tensors, out)
 
@@ -161,7 +162,7 @@ async def test_memory_is_not_used_again_while_a_rank_that_was_given_up_may_write
     link = await SocketLink.open(server.address, lambda: None, arena)
     out = arena.empty((100, 100), torch.float32)
     call = link.submit({"step": 1}, [torch.ones(100, 100)], out)
-    await asyncio.sleep(0.05)  # the rank is in the step
+    await until(inside.is_set)
     link.close()
     with pytest.raises(RankLost, match="closed here"):
         await call
@@ -195,9 +196,10 @@ async def test_a_stranger_cannot_make_a_rank_map_memory(arena):
 async def test_a_rank_that_never_answers_the_door_is_given_up(monkeypatch, arena):
     monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.bind("\0epserve-test-silent")
+        name = f"epserve-test-silent-{os.getpid()}"
+        silent.bind("\0" + name)
         silent.listen()
-        address = transport.LinkAddress(name="epserve-test-silent", token="x")
+        address = transport.LinkAddress(name=name, token="x")
         with pytest.raises(TimeoutError):
             await SocketLink.open(address, lambda: None, arena)
 
@@ -210,7 +212,7 @@ from epserve.runtime.transport import LinkAddress, SocketLink, StepServer
 def slow(header, tensors, out):
     if header["step"] == 1:
         print("in the step", flush=True)
-        time.sleep(60)
+        time.sleep(300)
     out.copy_(tensors[0])
     return {"step": header["step"]}, []
 
@@ -225,7 +227,7 @@ async def engine(name, token):
 if sys.argv[1] == "rank":
     server = StepServer(slow)
     print(server.address.name, server.address.token, flush=True)
-    time.sleep(60)
+    time.sleep(300)
 else:
     asyncio.run(engine(*sys.argv[2:]))
 """

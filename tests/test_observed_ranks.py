@@ -49,7 +49,7 @@ async def test_counts_times_and_spans_of_two_ranks(tmp_path):
         async with AsyncClient(server.address) as client:
             await client.forward(layer, x, request_id="seen")
             slots = TOKENS * engine.info.top_k
-            await until(lambda: sum(engine.status().expert_tokens.get(layer, ())) == slots, 30)
+            await until(lambda: sum(engine.status().expert_tokens.get(layer, ())) == slots, 60)
             sample(server)
             status = await client.status()
         for rank in status.ranks:  # whatever a rank says in its process's log is an object that names it

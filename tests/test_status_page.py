@@ -69,13 +69,14 @@ class TestHttp:
     async def test_the_data_of_a_large_service_stays_small(self):
         engine = WatchedEngine(layers=tuple(range(61)))
         ranks = [{"experts": tuple(range(rank * 36, rank * 36 + 36))} for rank in range(8)]
+        expert_tokens = {layer: tuple(1_000_000_007 * (layer + n) for n in range(288)) for layer in range(61)}
         status = engine.status
 
         def large():
             made = status()
             rank = made.ranks[0]
             made.ranks = tuple(type(rank)(**{**vars(rank), "rank": n, **each}) for n, each in enumerate(ranks))
-            made.expert_tokens = {layer: tuple(1_000_000_007 * (layer + n) for n in range(288)) for layer in range(61)}
+            made.expert_tokens = expert_tokens
             return made
 
         engine.status = large

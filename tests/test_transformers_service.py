@@ -1,6 +1,8 @@
 """Models whose experts run in a service of two ranks, over gRPC: one that runs on, and one that is killed and comes back."""
 
+import contextlib
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -26,13 +28,21 @@ PROMPTS = torch.tensor([[11, 12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25, 26, 2
 EXAMPLE = Path(__file__).parent.parent / "examples" / "remote_experts.py"
 
 
+def free_port() -> int:
+    """Below those that the system gives to connections, which could take it while the service is away."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(lowest // 2, lowest), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 class Served:
     """`epserve serve` in a process that can be killed and started again on the same port."""
 
     def __init__(self, checkpoint: Path, folder: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.ready, self.log = folder / "ready.json", folder / "service.log"
         self.config = folder / "service.yaml"
         settings = {
@@ -68,7 +78,7 @@ class Served:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=150)
 
 
 @contextmanager
@@ -137,7 +147,7 @@ def test_a_service_that_stays_away_is_an_error_after_the_deadline(tmp_path):
         start = time.monotonic()
         with pytest.raises(EpserveError) as caught:
             greedy(remote)
-        assert 1.0 < time.monotonic() - start < 10.0
+        assert 1.0 < time.monotonic() - start < 60.0, "RETRY_FOR_S, which is longer, was not waited for"
         assert caught.value.retryable or type(caught.value).__name__ == "DeadlineExceeded"
 
 

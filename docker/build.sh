@@ -10,9 +10,9 @@ system() {
   # cuda: Triton compiles its launchers with a C compiler; NVSHMEM and NCCL open InfiniBand through libibverbs.
   extra=
   [ "$1" = cuda ] && extra="gcc libc6-dev python3-dev libibverbs1 ibverbs-providers libnuma1"
-  apt-get update -qq
+  apt-get -o Acquire::Retries=3 update -qq
   # shellcheck disable=SC2086 # a list
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+  DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=3 install -y -qq --no-install-recommends \
     ca-certificates python3 python3-venv $extra
   rm -rf /var/lib/apt/lists/*
 }

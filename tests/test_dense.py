@@ -51,7 +51,7 @@ def test_what_has_no_halves_runs_at_once():
 @pytest.mark.slow
 def test_kernels_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_files=check_*.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "python_files=check_*.py"]
     done = subprocess.run([*command, "tests/triton_interpreter/check_dense.py"], cwd=ROOT, env=env, capture_output=True,
                           text=True, timeout=600)  # fmt: skip
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]

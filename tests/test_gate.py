@@ -162,7 +162,19 @@ ROOT = Path(__file__).parent.parent
 
 def run_checks(path: str, *words: str, **env: str) -> None:
     """In a process of its own: the interpreter and the stand-in for the driver are chosen before anything is launched."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_files=check_*.py", path, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "python_files=check_*.py",
+        path,
+        *words,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

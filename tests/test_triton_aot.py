@@ -13,7 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str, **env: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_files=check_*.py", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "python_files=check_*.py",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True,
                           text=True, timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -21,6 +21,8 @@ def test_kernels_in_the_interpreter(checks):
         "pytest",
         "-q",
         "-x",
+        "-p",
+        "no:cacheprovider",
         "-o",
         "python_files=check_*.py",
         f"tests/triton_interpreter/{checks}",

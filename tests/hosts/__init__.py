@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,6 +78,15 @@ class Hosts:
         lines = self.inside(number, "ps", "-eo", "args", "--no-headers").splitlines()
         return [line for line in lines if "sshd" not in line and not line.startswith("ps ")]
 
+    def left(self, seconds: float = 10.0) -> dict[int, list[str]]:
+        """What still runs besides the sshd of each host; a session that is over may take a moment to go."""
+        end = time.monotonic() + seconds
+        while True:
+            found = {number: self.processes(number) for number in range(len(self.addresses))}
+            if not any(found.values()) or time.monotonic() > end:
+                return found
+            time.sleep(0.2)
+
     def cable(self, number: int, *, plugged: bool) -> None:
         state = "up" if plugged else "down"
         subprocess.run(["ip", "-n", f"{self.tag}-op", "link", "set", f"host{number}", state], check=True)
@@ -89,7 +99,7 @@ def fake_hosts(count: int, folder: Path):
     shared = {sys.base_prefix, sys.prefix, str(Path(__file__).parent.parent.parent)}
     addresses = tuple(f"10.88.0.{10 + number}" for number in range(count))
     try:
-        subprocess.run([SCRIPT, "up", tag, str(count), folder, *sorted(shared)], check=True, timeout=60)
+        subprocess.run([SCRIPT, "up", tag, str(count), folder, *sorted(shared)], check=True, timeout=200)
         yield Hosts(tag=tag, folder=folder, addresses=addresses)
     finally:
-        subprocess.run([SCRIPT, "down", tag, folder], check=True, timeout=60)
+        subprocess.run([SCRIPT, "down", tag, folder], check=True, timeout=200)

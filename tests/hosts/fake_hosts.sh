@@ -49,7 +49,7 @@ up() {
     echo $! > "$dir/pid"
   done
   for i in $(seq 0 $((count - 1))); do
-    for _ in $(seq 50); do grep -q "Server listening" "$base/host$i/sshd.log" && continue 2; sleep 0.1; done
+    for _ in $(seq 900); do grep -q "Server listening" "$base/host$i/sshd.log" && continue 2; sleep 0.1; done
     echo "sshd of host $i did not start:" >&2
     cat "$base/host$i/sshd.log" >&2
     return 1
@@ -57,12 +57,14 @@ up() {
 }
 
 down() {
-  local tag=$1 base=$2 file namespace
+  local tag=$1 base=$2 file namespace group
   for file in "$base"/host*/pid; do
-    [ -f "$file" ] && kill -KILL -- "-$(cat "$file")" 2> /dev/null
+    [ -f "$file" ] || continue
+    group=$(cat "$file")
+    kill -KILL -- "-$group" 2> /dev/null || true
+    for _ in $(seq 300); do kill -0 -- "-$group" 2> /dev/null || break; sleep 0.1; done
     rm -f "$file"
-  done || true
-  sleep 0.3
+  done
   for namespace in $(ip netns list | awk '{print $1}'); do
     case $namespace in "$tag"-op | "$tag"-[0-9]*) ip netns del "$namespace" ;; esac
   done

@@ -79,9 +79,9 @@ def test_cases_of_the_modular_kernel(backend, tmp_path):
 @pytest.mark.parametrize(("world", "phase"), [(3, "dispatch"), (2, "combine")])
 def test_a_dead_rank_is_named_within_the_limit(world, phase, tmp_path):
     """The others return (no trap, no hang), refuse the next batch, and serve again as a smaller group."""
-    arguments = ("--world", world, "--lose", phase, "--timeout-s", 2, "--slack-s", 20, "--meet", tmp_path / "meet")
+    arguments = ("--world", world, "--lose", phase, "--timeout-s", 8, "--slack-s", 60, "--meet", tmp_path / "meet")
     out = program("nvlink_stress.py", *arguments, interpreted=True)
-    assert out.count(f"{phase}: rank {world - 1} did not reach step 5 within 2 s") == world - 1
+    assert out.count(f"{phase}: rank {world - 1} did not reach step 5 within 8 s") == world - 1
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_device_code_for_hopper():
         name = kernel["name"]
         assert kernel["spilled"] <= 16 and kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
         assert kernel["traps"] == kernel["multimem"] == 0, kernel
-        if not name.startswith(("widen", "quantise")):
+        if not name.startswith("ready"):
             assert kernel["acquires"] >= 2 and kernel["barriers_in_wait_loop"] == 0, kernel
         if name.startswith("dispatch_fp8"):
             assert kernel["wide_loads"] and (kernel["wide_stores"] or kernel["half_stores"]), kernel

@@ -5,7 +5,7 @@
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
 with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare
-(or one rank with `--spares 0`), so that a process has to start. The first good answer is the first one to a request that was
+(or one rank with `--spares 0`), so that a standby takes its place, or with `--standbys 0` a process has to start. The first good answer is the first one to a request that was
 sent after the fault; it is compared with the reference. With copies of all experts `rejoined` is when the lost rank is back.
 """
 
@@ -96,7 +96,8 @@ class Bench:
 
     def whole(self) -> bool:
         status, engine = self.engine.status(), self.engine.config.engine
-        return (status.state, len(status.ranks), status.spares) == ("serving", engine.ranks, engine.spares)
+        ready = len(status.ranks), status.spares, self.engine._pool.standbys.ready
+        return status.state == "serving" and ready == (engine.ranks, engine.spares, engine.standbys)
 
     async def fault(self, kind: str, number: int) -> dict:
         pool = self.engine._pool
@@ -142,6 +143,7 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
         "engine": {
             "ranks": args.ranks, "device": args.device, "all2all": args.all2all, "experts": args.experts,
             "spares": args.spares, "spare_weights": args.spare_weights, "redundant_experts": args.redundant,
+            "standbys": args.standbys,
         },
         "scheduler": {"heartbeat_s": args.heartbeat, "step_timeout_s": 30},
     }  # fmt: skip
@@ -193,6 +195,7 @@ def main() -> int:
     parser.add_argument("--experts", default="auto")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--spare-weights", choices=("checkpoint", "host"), default="host")
     parser.add_argument("--redundant", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64)

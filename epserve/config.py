@@ -79,6 +79,9 @@ class EngineConfig(_Section):
     """Started processes, one GPU each on GPU hosts, that take over from ranks that die or hang."""
     spare_weights: Literal["checkpoint", "host"] = "checkpoint"
     """Where a spare gets its experts: read when it takes over, or from copies of all experts that it keeps in host memory."""
+    standbys: Annotated[int, Field(ge=0, le=64)] = 1
+    """Processes on each node that have imported what a rank needs and hold neither weights nor a GPU: a new rank on that node
+    starts from one, seconds sooner. They cost host memory (the recovery page has the number)."""
     when_experts_missing: Literal["wait", "refuse", "serve_without"] = "wait"
     """While a rank without spare or copies is replaced: all requests wait until their deadline; or the other ranks go on,
     and requests get UNAVAILABLE whose tokens need experts that are on no rank (refuse), or are answered without those

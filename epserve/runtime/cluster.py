@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,6 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from epserve.cluster import node
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
+
+from .reports import RankFacts
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +102,11 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One bundle of a placement group: room for one rank."""
+    """One bundle of a placement group: room for one rank. `last`: who was there, where somebody was."""
 
     group: PlacementGroup
     bundle: int
+    last: RankFacts | None = None
 
 
 class Gang:
@@ -126,11 +130,16 @@ class Gang:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> Place:
-        return self._free.pop(0)
+    def take(self, nodes: Collection[str] = ()) -> Place:
+        """A free place; one that was on one of these nodes, by id, where there is such a one."""
+        known = (
+            index for index, place in enumerate(self._free) if place.last is not None and place.last.node_id in nodes
+        )
+        return self._free.pop(next(known, 0))
 
-    def give(self, place: Place) -> None:
-        self._free.append(place)
+    def give(self, place: Place, last: RankFacts | None = None) -> None:
+        """Back again. last: who leaves it; None: nobody knows where it is."""
+        self._free.append(replace(place, last=last))
 
     def reserve(self, more: int) -> None:
         """Blocks until there is a place for `more` ranks; ConfigError with both numbers when the cluster cannot hold them."""

@@ -44,11 +44,15 @@ async def answer(reference, timeout: float) -> Any:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping. `rank` -1: a spare."""
+    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping. `rank` -1: a spare.
+
+    `place` None: a standby. `stood_by`: it was one.
+    """
 
     rank: int
     actor: Any
-    place: Place
+    place: Place | None = None
+    stood_by: bool = False
     facts: RankFacts | None = None
     report: LoadReport | None = None
     link: SocketLink | None = None
@@ -61,11 +65,22 @@ class Member:
     @classmethod
     def create(cls, config: Config, rank: int, *, device: str, place: Place) -> Member:
         cpus, gpus = config.cluster.cpus_per_rank, config.cluster.gpus_per_rank if device == "cuda" else 0
-        # No restarts and no retries by Ray: a restarted rank would be outside the process group.
-        actor_class: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)  # type: ignore[call-overload]
         where = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=place.bundle)
-        options = actor_class.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where)
+        options = _actor_class().options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where)
         return cls(rank=rank, actor=options.remote(config, device), place=place)
+
+    @classmethod
+    def stand_by(cls, config: Config, node_id: str, *, device: str) -> Member:
+        """A process on this node for which Ray sets nothing aside; `stand_by` is the call that comes next."""
+        where = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        options = _actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where)
+        return cls(rank=-1, actor=options.remote(config, device))
+
+    def occupy(self, rank: int, place: Place) -> None:
+        """A standby moves into a place that somebody left. What goes wrong is told by the call that comes next."""
+        assert place.last is not None
+        self.rank, self.place, self.stood_by = rank, place, True
+        self.actor.call.remote("occupy", place.last)
 
     @property
     def alive(self) -> bool:
@@ -88,7 +103,7 @@ class Member:
             return self._failed(method, f"process gone ({type(error).__name__})", consequence=False)
 
     async def take_over(self, arrangement: Arrangement, here: str, *, timeout: float) -> Any:
-        """A spare becomes a rank: its facts, its address, its report. Raises what is wrong."""
+        """A spare or standby becomes a rank: its facts, its address, its report. Raises what is wrong."""
         assert self.facts is not None
         local = self.facts.node_id == here
         (answered,) = await call_all([self], "take_over", arrangement, local, timeout=timeout, numbered=True)
@@ -128,6 +143,11 @@ class Member:
     def _failed(self, method: str, message: str, *, consequence: bool) -> Outcome:
         failure = Failure(rank=self.rank, phase=method, step=-1, message=message, consequence=consequence)
         return Outcome(failure=failure)
+
+
+def _actor_class() -> Any:
+    # No restarts and no retries by Ray: a restarted rank would be outside the process group.
+    return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)  # type: ignore[call-overload]
 
 
 async def call_all(

@@ -38,6 +38,7 @@ from .members import Agents, Member, answer, call_all, check_distinct_gpus
 from .planning import share_parts
 from .shm import Arena
 from .spares import Spares
+from .standbys import FIRST_DELAY_S, Standbys
 from .supervisor import SETTLE_S, Marks, Recovery, Supervisor
 from .transport import INLINE_BYTES, LinkAddress, SocketLink
 
@@ -64,6 +65,11 @@ class Pool:
         self.spares = Spares(
             self.new_member, self.discard, enough=config.engine.spares, start_timeout_s=config.cluster.start_timeout_s
         )
+        self.standbys = Standbys(
+            lambda node_id: Member.stand_by(config, node_id, device=device), self.discard,
+            per_node=config.engine.standbys, chosen=tuple(path.chosen for path in plan.paths),
+            start_timeout_s=config.cluster.start_timeout_s,
+        )  # fmt: skip
         self.supervisor, self.changes = Supervisor(self), Changes(self)
         self._store: Any = None
         self.arena: Arena | None = None
@@ -117,6 +123,7 @@ class Pool:
         self.changes.start()
         self.set_serving()
         self.spares.refill(delay=0)
+        self.refill_standbys(delay=FIRST_DELAY_S)
 
     async def close(self, *, reachable: bool = True) -> None:
         """Ends every actor that start() made; afterwards nothing of this pool talks to Ray.
@@ -132,7 +139,7 @@ class Pool:
             self._kill_here()
             await _ended([*self.changes.close(), *self.supervisor.close()])
             return
-        await _ended([*self.changes.close(), *self.supervisor.close(), *self.spares.close()])
+        await _ended([*self.changes.close(), *self.supervisor.close(), *self.spares.close(), *self.standbys.close()])
         if self._reserving is not None:
             self.gang.give_up()
             await _ended([self._reserving], cancel=False)
@@ -149,7 +156,7 @@ class Pool:
 
     def _kill_here(self) -> None:
         here = ray.util.get_node_ip_address()
-        for member in [*self.members, *self.spares.take(self.spares.ready)]:
+        for member in [*self.members, *self.spares.take(self.spares.ready), *self.standbys.take_all()]:
             if member.link is not None:
                 member.link.close()
             if member.facts is not None and member.facts.node_ip == here:
@@ -253,12 +260,26 @@ class Pool:
     # Making and joining ranks.
 
     def new_member(self, rank: int = -1) -> Member:
-        """A process that starts in the background. -1: without a rank yet."""
-        return Member.create(self.config, rank, device=self.device, place=self.gang.take())
+        """A standby where there is one on the node of a free place, else a process that starts in the background.
+
+        -1: without a rank yet.
+        """
+        place = self.gang.take(self.standbys.nodes)
+        last = place.last if place.last is not None and (place.last.visible or self.device == "cpu") else None
+        if last is not None and (standby := self.standbys.take(last.node_id)) is not None:
+            standby.occupy(rank, place)
+            return standby
+        return Member.create(self.config, rank, device=self.device, place=place)
 
     def discard(self, member: Member) -> None:
         member.discard()
-        self.gang.give(member.place)
+        if member.place is not None:
+            # Who never came up says nothing about the place: the next one there is started by Ray.
+            self.gang.give(member.place, member.facts if member.report is not None or not member.stood_by else None)
+
+    def refill_standbys(self, **when: Any) -> None:
+        nodes = {member.facts.node_id for member in self.members if member.facts is not None}
+        self.standbys.refill(nodes, after=self.spares.filling, **when)
 
     async def prepare(self, new: Sequence[Member], arrangement: Arrangement) -> None:
         """Set up, connect and load; the ranks that serve notice nothing."""

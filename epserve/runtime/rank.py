@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from epserve import allocator, logs, rank_plan
+from epserve.backend_choice import Chosen
 from epserve.config import Config
 from epserve.errors import NotReady
 from epserve.models import open_checkpoint
@@ -25,6 +26,7 @@ from epserve.worker import Worker
 
 from . import groups
 from .copies import HostCopies
+from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
@@ -40,12 +42,13 @@ TRIM_S = 15.0
 class RankActor:
     """Ray's view of a Worker. `call` runs one method at a time; `background`, `ping` and `abort` have their own threads.
 
-    A spare is one without a rank: `warm` instead of `set_up`, which then comes when it takes a rank over.
+    A spare is one without a rank: `warm` instead of `set_up`, which then comes when it takes a rank over. A standby has
+    neither rank nor device: `stand_by` first, then `occupy`, then it goes on as either of them.
     """
 
     def __init__(self, config: Config, device: str):
         self._config, self._device_kind = config, device
-        self._rank = -1
+        self._rank, self._device = -1, torch.device("cpu")
         allocator.settle()
         self._trimmed = time.monotonic()
         logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
@@ -56,6 +59,7 @@ class RankActor:
         self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
         self._step, self._step_start = -1, 0.0
         self._busy = threading.Lock()
+        self._before_me: RankFacts | None = None
 
     @ray.method(concurrency_group="work")
     def call(self, method: str, *args) -> Outcome:
@@ -111,6 +115,23 @@ class RankActor:
         if self._device_kind == "cuda" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
+    def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
+        """All that costs time and needs neither device nor weights: imports. Which GPU it will be is not known yet."""
+        torch.set_num_threads(1)
+        open_checkpoint(self._config.model.path, self._config.model.dtype)
+        for each in chosen:
+            backends = each.as_backends()
+            backends.all2all.get(each.all2all)
+            for name in (each.experts, *each.rivals):
+                backends.experts.get(name)
+        assert not torch.cuda.is_initialized(), "its GPU would be chosen too early"
+        gc.freeze()
+        return self._facts("")
+
+    def _occupy(self, before_me: RankFacts) -> None:
+        """The place of a process that is gone. `set_up` or `warm` comes next, and takes its device."""
+        self._before_me = before_me
+
     def _warm(self) -> RankFacts:
         """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
         uuid = self._take_device()
@@ -132,12 +153,21 @@ class RankActor:
         """The GPU's id; empty on a CPU."""
         torch.set_num_threads(1)
         self._device = torch.device("cpu")
+        if (before := self._before_me) is not None:
+            wait_for_end(before)  # until then its memory is not free, here and on the GPU
         if self._device_kind != "cuda":
             return ""
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before.visible  # read when the context is made
         self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
         torch.cuda.set_device(self._device)
         torch.zeros(1, device=self._device)  # makes the context
-        return str(torch.cuda.get_device_properties(self._device).uuid)
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if before is not None and uuid != before.gpu_uuid:
+            raise NotReady(
+                f"this process sees GPU {uuid} and was to take {before.gpu_uuid} over: another one must start"
+            )
+        return uuid
 
     def _set_up(self, rank: int, arrangement: Arrangement) -> RankFacts:
         self._rank, self._config = rank, arrangement.config
@@ -157,6 +187,8 @@ class RankActor:
             node_ip=ray.util.get_node_ip_address(),
             device=str(self._device),
             gpu_uuid=uuid,
+            started=start_ticks(),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES", "") if uuid else "",
         )
 
     def _load(self) -> LoadReport:

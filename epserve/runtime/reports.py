@@ -12,7 +12,10 @@ from .failure import Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Where a rank's process runs. `gpu_uuid` empty on CPU."""
+    """Where a rank's process runs. `gpu_uuid`, and `visible` (its CUDA_VISIBLE_DEVICES), are empty on CPU.
+
+    started: in clock ticks after the machine's start; with `pid` it names one process for good.
+    """
 
     rank: int
     pid: int
@@ -20,6 +23,8 @@ class RankFacts:
     node_ip: str
     device: str
     gpu_uuid: str = ""
+    visible: str = ""
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

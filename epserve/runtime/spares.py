@@ -29,6 +29,11 @@ class Spares:
     def ready(self) -> int:
         return len(self._ready)
 
+    @property
+    def filling(self) -> asyncio.Task | None:
+        """What starts them now or did so last."""
+        return self._filling
+
     def take(self, count: int) -> list[Member]:
         """As many as are ready, `count` at most. Their places are not filled before `refill`."""
         taken, self._ready = self._ready[:count], self._ready[count:]

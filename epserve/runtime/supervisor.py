@@ -41,7 +41,7 @@ class Recovery:
     """One finished recovery, for the log and the metrics.
 
     `by`: "spare", "copies" (the other ranks hold copies of all experts), "rest" (they do not, and go on without),
-    "process" (a new one), "regroup" (nobody was lost).
+    "standby" (a process that waited without weights), "process" (a new one), "regroup" (nobody was lost).
     `stages`: seconds of the attempt that succeeded, in order: "fence" (who is dead is known and ended), "weights" (a
     newcomer holds its experts), "leave" (all are out of the old group), "join", of which the slowest rank spent "group"
     and "warm-up".
@@ -157,6 +157,7 @@ class Supervisor:
                 self.fail(f"no sign of life for {scheduler.heartbeat_s:g} s: {where}", silent=silent)
                 continue
             await pool.spares.check(PING_TIMEOUT_S)
+            await pool.standbys.check(PING_TIMEOUT_S)
             if pool.tokens_total != counted and time.monotonic() >= next_count:
                 counted, next_count = pool.tokens_total, time.monotonic() + LOAD_S
                 await asyncio.gather(*(member.read_load(pool.load) for member in members))
@@ -196,6 +197,7 @@ class Supervisor:
         self.experts_missing = False
         pool.set_serving()
         pool.spares.refill()
+        pool.refill_standbys()
         pool.changes.grow_back()
 
     def _replace(self, dead: list[Member]) -> str:
@@ -225,9 +227,10 @@ class Supervisor:
             return by
         self.experts_missing = True
         self.on_missing()
-        for member in missing:
-            pool.members[member.rank] = pool.new_member(member.rank)
-        return "process"
+        new = [pool.new_member(member.rank) for member in missing]
+        for member in new:
+            pool.members[member.rank] = member
+        return "standby" if all(member.stood_by for member in new) else "process"
 
     async def _find_dead(self) -> list[Member]:
         """Members without a usable process. Hung ones are killed; their peers then leave their collectives at once."""
@@ -260,6 +263,7 @@ class Supervisor:
         log.warning("rank %d %s%s: killing it [%s]", member.rank, why, _last(member), member.where)
         if not await self._pool.agents.kill(member.facts):
             self._unreachable.add(member.facts.node_ip)
+            self._pool.standbys.leave(member.facts.node_id)
         member.link.close()
 
 

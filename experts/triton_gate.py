@@ -53,12 +53,21 @@ class Tile:
     stages: int = 3
 
 
-def tiles(num_experts: int, weight_dtype: torch.dtype) -> tuple[Tile, ...]:
-    """From few tokens to many; a thin batch is split over K as far as it goes, to spread the weights over the chip."""
+def tiles(num_experts: int, weight_dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """From few tokens to many; a thin batch is split over K as far as it goes, to spread the weights over the chip.
+
+    Before compute capability 9.0 products of single warps hold both operands in registers, and a multiprocessor may have no more
+    than 99 KiB of shared memory: smaller tiles."""
+    narrow = Tile(up_to=float("inf"), bt=64, whole=True)
+    if capability < (9, 0):
+        return Tile(up_to=32, bt=16), Tile(up_to=256, bt=32), narrow
     wide = num_experts > 64 and weight_dtype != torch.float32
-    thick = Tile(up_to=float("inf"), bt=128, be=128, whole=True, warps=8) if wide else (
-        Tile(up_to=float("inf"), bt=64, whole=True))  # fmt: skip
+    thick = Tile(up_to=float("inf"), bt=128, be=128, whole=True, warps=8) if wide else narrow
     return Tile(up_to=32, bt=16), Tile(up_to=256, bt=64), thick
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def unavailable() -> str | None:
@@ -85,7 +94,7 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
     E = weights.weight_EK.shape[0]
     chunk = CHUNK[weights.weight_EK.element_size()]
     outer, inner = splits(K, chunk)
-    tile = next(each for each in tiles(E, weights.weight_EK.dtype) if each.up_to >= M)
+    tile = next(each for each in tiles(E, weights.weight_EK.dtype, _capability(x_MK.device)) if each.up_to >= M)
     num_parts = outer if tile.whole else outer * inner
     parts = torch.empty((num_parts, M, E), dtype=torch.float32, device=x_MK.device)
     if M:
@@ -108,7 +117,7 @@ def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
     device = weights.weight_EK.device
     COUNTER.install()
     with COUNTER.warming():
-        for tile in tiles(E, weights.weight_EK.dtype):
+        for tile in tiles(E, weights.weight_EK.dtype, _capability(device)):
             M = 512 if tile.whole else int(tile.up_to)
             x_MK = torch.zeros((M, K), dtype=dtype, device=device)
             if multiplies(x_MK, weights, spec):

@@ -6,6 +6,7 @@ The hook that sees a missing variant vetoes its compilation, so that only keys a
 import dataclasses
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.triton_aot import fake_driver
 from tests.triton_aot.compiled import machine_code
 
 CAPABILITY = int(os.environ.get("EPSERVE_TEST_CAPABILITY", "90"))
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may use
+PRODUCTS = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 fake_driver.install(CAPABILITY)
 BF16, F32 = torch.bfloat16, torch.float32
 DEEPSEEK = GateSpec(
@@ -54,16 +57,18 @@ def test_tensor_cores_and_no_spills(name, monkeypatch):
         found.append((kernel, kernel.warmup(*args, grid=(1,), PDL=pdl, **constants)))
 
     monkeypatch.setattr(triton_gate, "_launch", record)
+    monkeypatch.setattr(triton_gate, "_capability", lambda device: divmod(CAPABILITY, 10))
     for tokens in (1, 128, 512):
         triton_gate.route(torch.zeros((tokens, hidden), dtype=BF16), weights, spec)
     products = [compiled for kernel, compiled in found if kernel is kernels.gate_logits]
     assert len(products) == 3 and len(found) == 6
     for kernel, compiled in found:
         code = machine_code(compiled)
-        # The tiles were chosen for 9.0; elsewhere the wide one may spill, and has to compile.
-        assert CAPABILITY != 90 or "STL" not in code, f"{kernel.__name__} spills registers"
-        if kernel is kernels.gate_logits and CAPABILITY == 90:
-            assert "HGMMA" in code and "HMMA" not in code.replace("HGMMA", ""), "products of one kind for any batch"
+        assert "STL" not in code and "LDL" not in code, f"{kernel.__name__} spills registers"
+        assert compiled.metadata.shared <= SHARED_MEMORY[CAPABILITY] * 1024, f"{kernel.__name__} does not fit"
+        if kernel is kernels.gate_logits:
+            kinds = set(re.findall(r"\b(HMMA|HGMMA|UTCHMMA|UTC\w*MMA)", code))
+            assert kinds == {PRODUCTS[CAPABILITY]}, "products of one kind for any batch"
 
 
 @pytest.mark.skipif(CAPABILITY != 90, reason="the keys are those of any GPU")

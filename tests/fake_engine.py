@@ -23,6 +23,7 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
+from epserve.runtime.peers import Peers
 from epserve.runtime.planning import Batch
 from epserve.serving.server import Server
 from experts.loop import LoopExperts
@@ -155,9 +156,9 @@ class LocalExperts:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **config) -> AsyncIterator[Server]:
+async def serving(engine: FakeEngine, *, peers: Peers | None = None, **config) -> AsyncIterator[Server]:
     """A real gRPC server on a free loopback port."""
-    server = Server(engine, ServerConfig(port=0, **config))
+    server = Server(engine, ServerConfig(port=0, **config), peers=peers)
     await server.start()
     try:
         yield server

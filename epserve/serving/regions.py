@@ -207,7 +207,7 @@ class Regions:
             wanted = {name: value[name] for name in ("owner", "name", "key", "offset", "size", "lease_s")}
             self._check_number(wanted["owner"])
             fd = self._open_same(value)
-        except (OSError, Overloaded, KeyError, TypeError) as error:
+        except (OSError, Overloaded, KeyError, TypeError, ValueError) as error:
             text = "region %s of front end %s is not known to this one, calls with it fail here: %s"
             log.warning(text, value.get("name"), value.get("pid"), error)
             return
@@ -215,11 +215,12 @@ class Regions:
 
     def _open_same(self, value: dict[str, Any]) -> int:
         """By its name, which may have gone since; else where the other process has it open. Raises OSError."""
-        name = str(value["key"]).lstrip("/")
-        for path in (self._folder / name, Path(f"/proc/{int(value['pid'])}/fd/{int(value['fd'])}")):
-            flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if path.parent == self._folder else 0)
+        name = str(value["key"])
+        elsewhere = Path(f"/proc/{int(value['pid'])}/fd/{int(value['fd'])}")
+        ways = [(self._folder / matched[1], os.O_NOFOLLOW)] if (matched := _KEY.fullmatch(name)) else []
+        for path, flag in (*ways, (elsewhere, 0)):
             try:
-                fd = os.open(path, flags)
+                fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | flag)
             except OSError:
                 continue
             found = os.fstat(fd)

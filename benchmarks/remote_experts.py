@@ -68,7 +68,7 @@ def both_ms(experts: torch.nn.Module, address: str, batch: tuple, repeats: int) 
             experts(*batch)
             whole.append((time.perf_counter() - begin) * 1e3)
             with OutgoingRequest(0, hidden, ids.int(), weights, request_id="") as request:
-                engine.append(stub.Forward(request.message()).timings.engine_us / 1e3)
+                engine.append(stub.Forward(request.message().message()).timings.engine_us / 1e3)
     return whole, engine
 
 

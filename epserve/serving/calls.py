@@ -21,6 +21,7 @@ from epserve.runtime.planning import Batch, Priority
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
+from epserve.serving.messages import Outgoing, Received
 from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions, Slice
 from epserve.serving.step_times import StepTimes, Times
@@ -158,8 +159,9 @@ class Calls:
                 if not self.in_flight:
                     self._idle.set()
 
-    async def answer(self, request: pb.ForwardRequest, remaining_s: float | None, caller: Caller) -> pb.ForwardReply:
+    async def answer(self, message: Received, remaining_s: float | None, caller: Caller) -> Outgoing:
         """A call that is one message each way. remaining_s: of the connection's own deadline. Raises as `run`."""
+        request = message.header
         request_id = request.request_id = self.request_id(request.request_id)
         own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
         deadline = self.deadline(remaining_s, own_limit)
@@ -167,9 +169,9 @@ class Calls:
         assembly = self.door.assembly(checked)
         with self.admitted(checked, caller):
             for which in checked.sizes:
-                assembly.add(which, checked.headers[which].data)
+                assembly.add(which, message.bytes_of(which))
             result, reply = await self.run(checked, assembly.finish(), deadline, caller)
-            return wire.reply_message(result, reply, inline=True)
+            return Outgoing(reply, result)
 
     async def run(
         self,

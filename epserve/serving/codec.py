@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -303,22 +304,10 @@ def _two_dims(name: str, tensor: pb.Tensor, meaning: str) -> tuple[int, int]:
     return rows, columns
 
 
-SMALL_BYTES = 64 << 10
-_EXPONENTS = {torch.bfloat16: (torch.int16, 0x7F80), torch.float16: (torch.int16, 0x7C00),
-              torch.float32: (torch.int32, 0x7F800000)}  # fmt: skip
-"""dtype -> integers of its size, and the bits that are all set in NaN and infinities only."""
-
-
 def _all_finite(x: torch.Tensor) -> bool:
-    """NaN passes through aminmax. 100 times faster on a CPU than isfinite(x).all() for bfloat16.
-
-    For a few tokens the calls are what costs, and numpy's are the cheaper ones.
-    """
-    if x.nbytes <= SMALL_BYTES and x.dtype in _EXPONENTS:
-        integers, exponent = _EXPONENTS[x.dtype]
-        bits = x.view(integers).numpy()
-        return not bits.size or bool(((bits & exponent) < exponent).all())
-    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+    """A sum that is finite has only such terms, and is the quickest to compute. One that is not may have passed the largest
+    number: then each value is looked at."""
+    return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
 def _ranges(layers: tuple[int, ...]) -> str:

@@ -20,8 +20,9 @@ from google.protobuf.message import DecodeError
 
 from epserve.errors import InvalidRequest
 from epserve.serving import epserve_pb2 as pb
-from epserve.serving import status, wire
+from epserve.serving import frames, status, wire
 from epserve.serving.calls import Caller, Calls
+from epserve.serving.messages import Received
 
 log = logging.getLogger("epserve.serving")
 
@@ -150,7 +151,7 @@ class Connection(asyncio.Protocol):
             stop = start + LENGTH.size + size
             if stop > len(received):
                 break
-            self._take(pb.RequestFrame.FromString(bytes(received[start + LENGTH.size : stop])))
+            self._take(frames.parse_request(bytes(received[start + LENGTH.size : stop])))
             start = stop
         del received[:start]
         if self._transport is not None and len(self._running) >= limit:
@@ -167,13 +168,13 @@ class Connection(asyncio.Protocol):
             self._greeting.cancel()
         return True
 
-    def _take(self, frame: pb.RequestFrame) -> None:
+    def _take(self, frame: Any) -> None:
         kind, number = frame.WhichOneof("body"), frame.call
         if kind == "cancel":
             if (task := self._running.get(number)) is not None:
                 task.cancel()
         elif kind == "begin" and number not in self._running:
-            self._running[number] = task = self._loop.create_task(self._serve(number, frame.begin))
+            self._running[number] = task = self._loop.create_task(self._serve(number, frames.begun(frame)))
             task.add_done_callback(lambda _: self._finished(number))
         else:
             raise InvalidRequest(f"frame of call {number}: {kind or 'nothing'} is not expected here", field="body")
@@ -185,22 +186,22 @@ class Connection(asyncio.Protocol):
             if self._received:
                 self.data_received(b"")
 
-    async def _serve(self, number: int, request: pb.ForwardRequest) -> None:
+    async def _serve(self, number: int, request: Received) -> None:
         assert self._registration is not None
         observer, caller = self._calls.observer, self._registration.caller
-        reply, code = pb.ReplyFrame(call=number), "CANCELLED"
+        reply: Any = None
+        code = "CANCELLED"
         try:
             with observer.tracing.call(METHOD, ()):
                 try:
-                    reply.begin.CopyFrom(await self._calls.answer(request, None, caller))
-                    code = "OK"
+                    answer = await self._calls.answer(request, None, caller)
+                    reply, code = frames.BeginFrame(number, answer), "OK"
                 except Exception as error:
-                    failure = status.failure_of(error, request.request_id)
-                    reply.failure.CopyFrom(failure)
-                    code = failure.code
+                    failure = status.failure_of(error, request.header.request_id)
+                    reply, code = pb.ReplyFrame(call=number, failure=failure), failure.code
                     observer.error(code)
         finally:
             observer.metrics.rpc(METHOD, code)
         if self._transport is not None:
-            data = reply.SerializeToString()
+            data = frames.serialise(reply)
             self._transport.write(LENGTH.pack(len(data)) + data)

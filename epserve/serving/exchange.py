@@ -11,7 +11,8 @@ from epserve.errors import CallerError, InternalError, InvalidRequest, Overloade
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
-from epserve.serving.frames import part_frame
+from epserve.serving.frames import begin_frame, begun, part_frame
+from epserve.serving.messages import Outgoing, Received
 from epserve.serving.ring import AsyncBell, Bell
 
 log = logging.getLogger("epserve.client")
@@ -122,31 +123,32 @@ class OutgoingRequest:
         bell = self._region.async_bell if self._region is not None else None
         return bell if bell is not None and bell.usable else None
 
-    def frame(self, timeout_s: float, number: int = 0) -> pb.RequestFrame:
+    def frame(self, timeout_s: float, number: int = 0) -> Any:
         """The whole request, where it is small."""
         (frame,) = self.frames(timeout_s, number)
         return frame
 
-    def answer(self, frame: pb.ReplyFrame) -> Any:
+    def answer(self, frame: Any) -> Any:
         """The result that a single frame brings, or the error that it raises."""
         assembly = ReplyAssembly(self)
         if not assembly.add(frame):
             raise InternalError("the reply is not complete in its only frame")
         return assembly.result()
 
-    def message(self) -> pb.ForwardRequest:
-        return wire.request_message(self.tensors, self.header, inline=True)
+    def message(self) -> Outgoing:
+        return Outgoing(self.header, self.tensors)
 
-    def frames(self, timeout_s: float, number: int = 0) -> Iterator[pb.RequestFrame]:
+    def frames(self, timeout_s: float, number: int = 0) -> Iterator[Any]:
         self.header.timeout_ms = max(1, round(timeout_s * 1000))
-        return wire.request_frames(number, self.tensors, self.header, part_frame)
+        return wire.request_frames(number, self.tensors, self.header, part_frame, begin_frame)
 
-    def result(self, reply: pb.ForwardReply) -> Any:
+    def result(self, reply: Received) -> Any:
         """Of a reply that is one message."""
         return self.decode(self.start_reply(reply))
 
-    def start_reply(self, reply: pb.ForwardReply) -> wire.Assembly:
+    def start_reply(self, message: Received) -> wire.Assembly:
         """Raises InternalError for a reply that does not answer this request."""
+        reply = message.header
         if reply.left_out_experts:
             experts = ", ".join(map(str, reply.left_out_experts))
             log.warning("request %s: answered without experts %s, which are on no rank now", reply.request_id, experts)
@@ -159,15 +161,14 @@ class OutgoingRequest:
                 raise InternalError("the reply lies elsewhere than in the region that was named")
             return wire.Assembly({})
         sizes = {pb.HIDDEN_STATES: wire.num_bytes(got)}
-        parts = {pb.HIDDEN_STATES: got}
         if self.reply_dtype == pb.FP8_E4M3:
             scales = reply.hidden_scales
             if scales.dtype != pb.FP32 or tuple(scales.shape) != (self._shape[0], self._shape[1] // 128):
                 raise InternalError(f"the reply's scales have shape {tuple(scales.shape)} dtype {scales.dtype}")
-            sizes[pb.HIDDEN_SCALES], parts[pb.HIDDEN_SCALES] = wire.num_bytes(scales), scales
+            sizes[pb.HIDDEN_SCALES] = wire.num_bytes(scales)
         assembly = wire.Assembly(sizes)
-        for which, tensor in parts.items():
-            assembly.add(which, tensor.data)
+        for which in sizes:
+            assembly.add(which, message.bytes_of(which))
         return assembly
 
     def decode(self, assembly: wire.Assembly) -> Any:
@@ -227,13 +228,13 @@ class ReplyAssembly:
         self._request = request
         self._assembly: wire.Assembly | None = None
 
-    def add(self, frame: pb.ReplyFrame) -> bool:
+    def add(self, frame: Any) -> bool:
         """True when the reply is complete. Raises the failure that a frame brings."""
         kind = frame.WhichOneof("body")
         if kind == "failure":
             raise status.error_of(frame.failure)
         if kind == "begin" and self._assembly is None:
-            self._assembly = self._request.start_reply(frame.begin)
+            self._assembly = self._request.start_reply(begun(frame))
         elif kind == "part" and self._assembly is not None:
             self._assembly.add(frame.part.field, frame.part.data)
         else:

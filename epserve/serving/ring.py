@@ -15,6 +15,7 @@ from typing import Any
 
 from epserve.errors import DeadlineExceeded, NotReady
 from epserve.serving import epserve_pb2 as pb
+from epserve.serving import frames
 
 LENGTH = struct.Struct("!I")
 CONNECT_S = 1.0
@@ -37,7 +38,7 @@ class Bell:
             except OSError:
                 self.usable = False
 
-    def call(self, frame: pb.RequestFrame, timeout_s: float, cancellation: Any) -> pb.ReplyFrame:
+    def call(self, frame: Any, timeout_s: float, cancellation: Any) -> Any:
         """Raises DeadlineExceeded, and NotReady when the connection ends before the reply."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -45,14 +46,14 @@ class Bell:
         except OSError as error:
             self.usable = False
             raise NotReady(f"the service's doorbell does not answer: {error}") from error
-        data = frame.SerializeToString()
+        data = frames.serialise(frame)
         ring = _Ring(sock)
         if cancellation is not None:
             cancellation.watch(ring)
         try:
             sock.settimeout(timeout_s)
             sock.sendall(LENGTH.pack(len(data)) + data)
-            reply = pb.ReplyFrame.FromString(_frame(sock, deadline))
+            reply = frames.parse_reply(_frame(sock, deadline))
         except BaseException as error:
             ring.over()
             sock.close()  # whoever is asked there gives the call up
@@ -118,7 +119,7 @@ class AsyncBell(asyncio.Protocol):
     """Of one region and one event loop. Replies come in any order."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[pb.ReplyFrame]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -127,7 +128,7 @@ class AsyncBell(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def call(self, frame_of: Callable[[int], pb.RequestFrame], timeout_s: float) -> pb.ReplyFrame:
+    async def call(self, frame_of: Callable[[int], Any], timeout_s: float) -> Any:
         """frame_of: the number of the call -> its frame. Raises DeadlineExceeded, and NotReady when the connection ends."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -149,8 +150,8 @@ class AsyncBell(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def _send_frame(self, frame: pb.RequestFrame) -> None:
-        data = frame.SerializeToString()
+    def _send_frame(self, frame: Any) -> None:
+        data = frames.serialise(frame)
         self.send(LENGTH.pack(len(data)) + data)
 
     def connection_made(self, transport: Any) -> None:
@@ -164,7 +165,7 @@ class AsyncBell(asyncio.Protocol):
             stop = start + LENGTH.size + LENGTH.unpack_from(received, start)[0]
             if stop > len(received):
                 break
-            frame = pb.ReplyFrame.FromString(bytes(received[start + LENGTH.size : stop]))
+            frame = frames.parse_reply(bytes(received[start + LENGTH.size : stop]))
             future = self._waiting.pop(frame.call, None)
             if future is not None and not future.done():
                 future.set_result(frame)

@@ -15,6 +15,7 @@ from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status, wire
 from epserve.serving.calls import Calls
 from epserve.serving.doorbell import Doorbell
+from epserve.serving.messages import Outgoing, Received
 from epserve.serving.stream import StreamSession
 
 log = logging.getLogger("epserve.serving")
@@ -25,11 +26,11 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         self._calls, self._doorbell = calls, doorbell
         self._started = time.monotonic()
 
-    async def Forward(self, request: pb.ForwardRequest, context: grpc.aio.ServicerContext) -> pb.ForwardReply:
+    async def Forward(self, request: Received, context: grpc.aio.ServicerContext) -> Outgoing:  # type: ignore[override]
         try:
             return await self._calls.answer(request, context.time_remaining(), self._calls.caller(context))
         except Exception as error:
-            await status.abort(context, status.failure_of(error, request.request_id))
+            await status.abort(context, status.failure_of(error, request.header.request_id))
 
     async def ForwardStream(self, request_iterator, context: grpc.aio.ServicerContext) -> None:
         await StreamSession(self._calls, context).run()

@@ -16,7 +16,8 @@ from epserve.errors import DeadlineExceeded, EpserveError, InternalError, Invali
 from epserve.serving import codec, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.calls import Calls
-from epserve.serving.frames import part_frame
+from epserve.serving.frames import begin_frame, begun, part_frame
+from epserve.serving.messages import Received
 
 FAILURE_WRITE_S = 5.0
 """How long past its deadline a call's failure may take to reach a client that is slow to read."""
@@ -93,7 +94,7 @@ class StreamSession:
                 await asyncio.wait(self._failing, return_when=asyncio.FIRST_COMPLETED)
             match frame.WhichOneof("body"):
                 case "begin":
-                    await self._begin(frame.call, frame.begin)
+                    await self._begin(frame.call, begun(frame))
                 case "part":
                     self._part(frame.call, frame.part)
                 case "cancel":
@@ -104,7 +105,8 @@ class StreamSession:
                     )
         self._drop_assembling(InvalidRequest("the stream ended before all parts of the request came"))
 
-    async def _begin(self, number: int, request: pb.ForwardRequest) -> None:
+    async def _begin(self, number: int, message: Received) -> None:
+        request = message.header
         if number in self._running or (self._assembling is not None and self._assembling.number == number):
             raise InvalidRequest(
                 f"call: {number} is already in use on this stream; number calls uniquely", field="call"
@@ -122,7 +124,7 @@ class StreamSession:
             held.enter_context(self._calls.admitted(checked, self._caller))
             assembly = self._calls.door.assembly(checked)
             for which in checked.sizes:
-                assembly.add(which, checked.headers[which].data)
+                assembly.add(which, message.bytes_of(which))
         except Exception as error:
             held.close()
             self._ended = number
@@ -188,7 +190,7 @@ class StreamSession:
         checked, deadline = call.checked, call.deadline
         try:
             tensors, reply = await self._calls.run(checked, call.assembly.finish(), deadline, self._caller)
-            frames = wire.reply_frames(call.number, tensors, reply, part_frame)
+            frames = wire.reply_frames(call.number, tensors, reply, part_frame, begin_frame)
         except Exception as error:
             failure = status.failure_of(error, checked.request_id)
             self._calls.observer.error(failure.code)

@@ -189,14 +189,16 @@ def pieces(tensors: Mapping[pb.Field, WireTensor]) -> Iterator[tuple[pb.Field, m
 
 MakePart = Callable[[int, pb.Field, memoryview], Any]
 """(call, field, data) -> a frame."""
+MakeBegin = Callable[[int, Any, Mapping[pb.Field, WireTensor]], Any]
+"""(call, header without tensors, tensors) -> a frame with all of it."""
 
 
 def _request_part(call: int, which: pb.Field, data: memoryview) -> pb.RequestFrame:
     return pb.RequestFrame(call=call, part=pb.Part(field=which, data=bytes(data)))
 
 
-def _reply_part(call: int, which: pb.Field, data: memoryview) -> pb.ReplyFrame:
-    return pb.ReplyFrame(call=call, part=pb.Part(field=which, data=bytes(data)))
+def _request_begin(call: int, header: pb.ForwardRequest, tensors: Mapping[pb.Field, WireTensor]) -> pb.RequestFrame:
+    return pb.RequestFrame(call=call, begin=request_message(tensors, header, inline=True))
 
 
 def request_message(
@@ -211,13 +213,18 @@ def request_message(
 
 
 def request_frames(
-    call: int, tensors: Mapping[pb.Field, WireTensor], header: pb.ForwardRequest, make_part: MakePart = _request_part
+    call: int,
+    tensors: Mapping[pb.Field, WireTensor],
+    header: pb.ForwardRequest,
+    make_part: MakePart = _request_part,
+    make_begin: MakeBegin = _request_begin,
 ) -> Iterator[Any]:
-    inline = fits_one_message(tuple(tensors.values()))
-    yield pb.RequestFrame(call=call, begin=request_message(tensors, header, inline=inline))
-    if not inline:
-        for which, data in pieces(tensors):
-            yield make_part(call, which, data)
+    if fits_one_message(tuple(tensors.values())):
+        yield make_begin(call, header, tensors)
+        return
+    yield pb.RequestFrame(call=call, begin=request_message(tensors, header, inline=False))
+    for which, data in pieces(tensors):
+        yield make_part(call, which, data)
 
 
 def reply_message(tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply, *, inline: bool) -> pb.ForwardReply:
@@ -228,13 +235,18 @@ def reply_message(tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply
 
 
 def reply_frames(
-    call: int, tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply, make_part: MakePart = _reply_part
+    call: int,
+    tensors: Mapping[pb.Field, WireTensor],
+    reply: pb.ForwardReply,
+    make_part: MakePart,
+    make_begin: MakeBegin,
 ) -> Iterator[Any]:
-    inline = fits_one_message(tuple(tensors.values()))
-    yield pb.ReplyFrame(call=call, begin=reply_message(tensors, reply, inline=inline))
-    if not inline:
-        for which, data in pieces(tensors):
-            yield make_part(call, which, data)
+    if fits_one_message(tuple(tensors.values())):
+        yield make_begin(call, reply, tensors)
+        return
+    yield pb.ReplyFrame(call=call, begin=reply_message(tensors, reply, inline=False))
+    for which, data in pieces(tensors):
+        yield make_part(call, which, data)
 
 
 def declared(request: pb.ForwardRequest) -> dict[pb.Field, pb.Tensor]:

@@ -20,19 +20,19 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, relative_error
-from benchmarks.experts import Standard, environment, stored_peers
-from benchmarks.tune_candidates import First
-from benchmarks.tune_experts import Trial, capture, compile_trial
-from experts.triton_launch import regions
+from benchmarks.experts import BOOK, Standard, environment, stored_peers
+from epserve.modular_kernel import DispatchHandle, Prepared, Routing
+from experts.tile_candidates import First, Options, joined
+from experts.tile_trial import Trial, capture
+from experts.triton_experts import TritonExperts
 from experts.triton_tiles import GemmTiles, Problem, Tiles, shipped
 
 THICK = [
@@ -129,21 +129,6 @@ class Cell:
     def inputs(self) -> list:
         return [make_inputs(self.shape, self.m, "cuda", self.m * 100 + i) for i in range(self.sets)]
 
-    def program(self, bm: int, which: str, option) -> tuple:
-        """What is compiled for a variant: groups do not change the program. Cells of one shape and dtype share programs."""
-        c, expand = (option.tiles, option.expand) if isinstance(option, First) else (option, False)
-        plain = replace(c, group=1, by_expert=False)
-        return self.name, self.dtype, bm, which, First(plain, expand) if which == "gate_up" else plain
-
-    def programs(self) -> dict[tuple, int]:
-        """Program -> a token count at which it is launched."""
-        return {self.program(*key, o): self.m for key, options in self.options.items() for o in options}
-
-
-def compile_program(job) -> str | None:
-    (name, dtype, bm, which, option), m = job
-    return compile_trial(SHAPES[name], dtype, m, bm, which, option, "cuda")
-
 
 def replay_in_turn(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
     """Median us of each graph: all of them once a round, in random order, so that the heat of the chip is the same for all."""
@@ -161,50 +146,59 @@ def replay_in_turn(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[f
 
 
 class Bench:
-    """All variants of one `bm` on the same scratch: routed once, and captured."""
+    """All variants of one `bm` on the same scratch: routed once, compiled and captured."""
 
     def __init__(self, cell: Cell, weights, bm: int, inputs: list):
-        self.trial = Trial(cell.shape, cell.dtype, weights, cell.m, bm, inputs)
-        self.cell, self.bm, self.inputs = cell, bm, inputs
-        self.out = torch.empty((cell.m, cell.shape.hidden), dtype=torch.bfloat16, device="cuda")
-        self.regions: list | None = None
+        spec = cell.shape.spec(cell.dtype, "cuda")
+        batches = [
+            Prepared(
+                x=one.x,
+                routing=Routing(ids_Mt=one.ids_local, weights_Mt=one.weights),
+                handle=DispatchHandle(BOOK, None),
+            )
+            for one in inputs
+        ]
+        self.trial, self.bm = Trial(lambda: TritonExperts(spec), weights, batches), bm
 
-    def carve(self, tiles: Tiles, space: tuple | None):
-        carvers = regions(None)
-        for carver, region in zip(carvers, space or (None, None), strict=True):
-            carver.region = region
-        b, _ = self.trial.experts._carve(
-            *carvers, self.cell.m, self.cell.shape.topk, self.cell.shape.local_experts, tiles
-        )
-        return b, [carver.most for carver in carvers]
+    def usable(self, firsts: list[First], seconds: list[GemmTiles]) -> Options:
+        """Those that compile and run once."""
+        options = Options(bm=self.bm, first=tuple(firsts), second=tuple(seconds))
+        self.trial.compile(options, time.monotonic() + 600)
+        kept: dict[str, list] = {"gate_up": [], "down": []}
+        for which, partner in (("gate_up", seconds[0]), ("down", firsts[0])):
+            for option in options.of(which):
+                try:
+                    self.trial.launchable(which, self.bm, option, partner)()
+                    torch.cuda.synchronize()
+                    kept[which].append(option)
+                except Exception as error:
+                    print("  left out:", self.bm, which, short(option), str(error).splitlines()[0][:150])
+        return Options(bm=self.bm, first=tuple(kept["gate_up"]), second=tuple(kept["down"]))
 
-    def graphs(self, options: dict) -> dict:
+    def graphs(self, options: Options) -> dict:
         """(GEMM, number of the variant) -> graph. The second GEMM reads real rows: they change the power that it takes."""
-        firsts, seconds = options["gate_up"], options["down"]
-        every = [(("gate_up", i), Tiles(bm=self.bm, expand=o.expand, gate_up=o.tiles, down=seconds[0]))
-                 for i, o in enumerate(firsts)]  # fmt: skip
-        every += [(("down", i), Tiles(bm=self.bm, expand=firsts[0].expand, gate_up=firsts[0].tiles, down=o))
-                  for i, o in enumerate(seconds)]  # fmt: skip
-        sizes = [max(size) for size in zip(*(self.carve(tiles, None)[1] for _, tiles in every), strict=True)]
-        space = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes) for _ in self.inputs]
+        every = [(("gate_up", i), joined(self.bm, o, options.second[0])) for i, o in enumerate(options.first)]
+        every += [(("down", i), joined(self.bm, options.first[0], o)) for i, o in enumerate(options.second)]
+        for _, tiles in every:  # scratch grows to the largest before its addresses are captured
+            self.trial.buffers(tiles)
         captured: dict = {}
         for key, tiles in every:
-            made = [self.carve(tiles, each)[0] for each in space]
-            if not captured:
-                for b, one in zip(made, self.inputs, strict=True):
-                    self.trial.run.sort(b, one.ids_local, bm=self.bm, num_experts=self.cell.shape.local_experts)
-            captured[key] = capture(lambda t=tiles, m=made, w=key[0]: self.trial.step(w, t, m, self.out))
+            made, direct = self.trial.buffers(tiles)
+            if key[0] == "down":
+                self.trial.step("gate_up", tiles, made, direct)
+            captured[key] = capture(lambda t=tiles, m=made, w=key[0], d=direct: self.trial.step(w, t, m, d))
         return captured
 
 
-def time_variants(cell: Cell, usable: dict, weights) -> dict:
+def time_variants(cell: Cell, weights) -> dict:
     """(bm, GEMM) -> [(variant, us of one batch)], the shipped one first where it has this bm."""
-    inputs = cell.inputs()
-    benches = {bm: Bench(cell, weights, bm, inputs) for bm in {bm for bm, _ in usable}}
-    graphs = {}
+    inputs, graphs, usable = cell.inputs(), {}, {}
+    benches = {bm: Bench(cell, weights, bm, inputs) for bm in {bm for bm, _ in cell.options}}
     for bm, bench in benches.items():
-        both = {which: usable[bm, which] for which in ("gate_up", "down")}
-        graphs.update({(bm, *key): graph for key, graph in bench.graphs(both).items()})
+        options = bench.usable(cell.options[bm, "gate_up"], cell.options[bm, "down"])
+        if options.first and options.second:
+            usable |= {(bm, which): options.of(which) for which in ("gate_up", "down")}
+            graphs |= {(bm, *key): graph for key, graph in bench.graphs(options).items()}
     times = replay_in_turn(list(graphs.values()), 1.5)
     seen: dict = {key: [] for key in usable}
     for (bm, which, i), us in zip(graphs, times, strict=True):
@@ -287,13 +281,6 @@ def main() -> int:
         print(f"left out: {kind}: {seen}", flush=True)
     print(f"checked in {time.monotonic() - begin:.0f} s", flush=True)
     cells = [Cell(text, set(wrong)) for text in options.cells]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        jobs = {key: m for cell in cells for key, m in cell.programs().items()}
-        errors = dict(zip(jobs, pool.map(compile_program, jobs.items()), strict=True))
-    for key, error in [pair for pair in errors.items() if pair[1]][:6]:
-        print("no compile:", *key[:4], short(key[4]), error)
-    good = {key for key, error in errors.items() if error is None}
-    print(f"compiled {len(good)} in {time.monotonic() - begin:.0f} s", flush=True)
     peers = stored_peers("uniform", "standard")
     table = json.loads((resources.files("experts") / "tuned" / "nvidia_h200.json").read_text())
     report: dict = {**environment(), "wrong": wrong, "cells": []}
@@ -309,9 +296,7 @@ def main() -> int:
         start = time.monotonic()
         print(cell.name, cell.dtype, cell.m, flush=True)
         try:
-            usable = {key: [o for o in cell.options[key] if cell.program(*key, o) in good] for key in cell.options}
-            usable = {key: each for key, each in usable.items() if usable[key[0], "gate_up"] and usable[key[0], "down"]}
-            timed = time_variants(cell, usable, weights)
+            timed = time_variants(cell, weights)
             new = best_of(cell, timed, options.gain)
             layers = time_layers(cell, weights, [cell.old, new])
         except Exception as error:  # one cell must not end the run

@@ -17,6 +17,7 @@ from epserve.modular_kernel import (
     LayerSpec,
     Registry,
     TopKWeightAndReduceNoOP,
+    Tuning,
     UnquantizedFusedMoEMethod,
     methods_quant,
     why_not,
@@ -68,7 +69,7 @@ class Chosen:
         all2alls, experts_names = zip(*pairs, strict=True)
         return "/".join(all2alls), "/".join(dict.fromkeys(experts_names))
 
-    def as_backends(self, measuring: Measuring | None = None) -> Backends:
+    def as_backends(self, measuring: Measuring | None = None, tuning: Tuning = Tuning()) -> Backends:  # noqa: B008 (frozen)
         return Backends(
             all2all=all2all.REGISTRY,
             experts=experts.REGISTRY,
@@ -76,6 +77,7 @@ class Chosen:
             prefer_all2all=(self.all2all,),
             prefer_experts=(self.experts, *self.rivals),
             measuring=measuring if self.rivals else None,
+            tuning=tuning,
         )
 
     def explain(self) -> str:

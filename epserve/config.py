@@ -64,6 +64,14 @@ class EngineConfig(_Section):
     has been measured before is read from the file of times, which `epserve tune` fills without a start."""
     experts_times: Path | None = Path("~/.cache/epserve/experts.json")
     """File of measured times, on each rank's host; null: none, each start measures."""
+    experts_tiles: Literal["auto", "shipped"] | Path = "auto"
+    """Tiles of the Triton kernels. auto: those that `epserve tune` measured on the rank's host, else the shipped ones; shipped:
+    never the host's own. A file, on each rank's host: its table in place of the host's own; it must be right."""
+    experts_tiles_folder: Path = Path("~/.cache/epserve/tiles")
+    """Tables that `epserve tune` writes, on each rank's host. Those of another GPU, driver or version are left aside."""
+    experts_tiles_timing_s: Annotated[float, Field(ge=0)] = 0.0
+    """Most seconds that each rank spends at its start on timing a few tiles for what no table of its host has; 0: none. Needs
+    experts_tiles auto."""
     max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
     """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"
@@ -95,6 +103,11 @@ class EngineConfig(_Section):
     def _fits_together(self):
         if self.all2all_candidates and self.all2all != "measured":
             raise ValueError(f"all2all_candidates are for all2all measured, all2all is {self.all2all}")
+        if self.experts_tiles_timing_s and self.experts_tiles != "auto":
+            raise ValueError(
+                f"experts_tiles_timing_s {self.experts_tiles_timing_s:g} is for experts_tiles auto, which is"
+                f" {str(self.experts_tiles)!r}; set one of them to its default"
+            )
         if list(self.cuda_graph_tokens) != sorted(set(self.cuda_graph_tokens)):
             raise ValueError(f"cuda_graph_tokens must be ascending and distinct, got {list(self.cuda_graph_tokens)}")
         if self.ranks % self.tensor_parallel:

@@ -30,7 +30,7 @@ from epserve.modular_kernel.graphs import StepGraphs, why_no_graphs
 from epserve.modular_kernel.in_flight import TwoInFlight, why_not_two
 from epserve.modular_kernel.kernel import SharedExperts
 from epserve.modular_kernel.selection import Choice, MeasuredExperts
-from epserve.rank_plan import PathPlan, RankPlan, measuring
+from epserve.rank_plan import PathPlan, RankPlan, measuring, tuning
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Path:
 
     def __init__(self, plan: RankPlan, path: PathPlan, config: Config):
         self.plan, self.config = path, config
-        self.method = plan.method(path.spec, path.chosen.as_backends(measuring(config)))
+        self.method = plan.method(path.spec, path.chosen.as_backends(measuring(config), tuning(config)))
         self.experts: FusedMoEExpertsModular | None = None
         self.kernel: FusedMoEModularKernel | None = None
         self.two: TwoInFlight | None = None
@@ -171,6 +171,7 @@ class RankKernels:
         kernels = [path.kernel for path in self.paths.values() if path.kernel is not None]
         for kernel in kernels:  # all before the first one locks what they share
             kernel.on_phase = on_phase
+            kernel.fused_experts.tune(weights.experts, kernel.prepare_finalize.max_rows())
             self.workspaces.reserve(kernel.workspace_shapes())
         for path in self.paths.values():
             assert path.kernel is not None
@@ -234,8 +235,8 @@ class RankKernels:
         lines += self.crossover.explain() if self.crossover is not None else []
         several = len(self.paths) > 1
         for name, path in self.paths.items():
-            if isinstance(path.experts, MeasuredExperts):
-                lines += [f"{name}, {line}" if several else line for line in path.experts.explain()]
+            explained = path.experts.explain() if path.experts is not None else []
+            lines += [f"{name}, {line}" if several else line for line in explained]
         return lines
 
     def experts_choices(self) -> tuple[Choice, ...]:
@@ -246,13 +247,15 @@ class RankKernels:
     def time_experts(self, weights: ExpertWeights, again: bool) -> list[str]:
         """Not collective, and instead of build(): time the experts backends of every path, fill the file of times."""
         for path in self.paths.values():
+            backends = path.method.backends
+            path.method.backends = replace(backends, tuning=replace(backends.tuning, again=again, thorough=True))
             path.experts = path.method.make_experts(all2all.REGISTRY.get(path.name).prepare_finalize)
+            prepared = path.experts.prepare_weights(weights)
+            most = path.plan.options.max_tokens_per_rank * self.ranks.world_size
+            path.experts.tune(prepared, most)
             if isinstance(path.experts, MeasuredExperts):
                 path.experts.measuring = replace(path.experts.measuring, again=again)
-                options = path.plan.options
-                path.experts.warm_up(
-                    path.experts.prepare_weights(weights), options.max_tokens_per_rank * self.ranks.world_size
-                )
+                path.experts.warm_up(prepared, most)
         return self.notes()
 
     def interrupt(self) -> None:

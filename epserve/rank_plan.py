@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from epserve.modular_kernel import (
     FusedMoEMethodBase,
     LayerSpec,
     PrepareFinalizeOptions,
+    Tuning,
     crossover,
 )
 from epserve.modular_kernel.selection import MeasuredExperts, Measuring
@@ -101,6 +103,13 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         bias=info.bias,
     )
     paths = choose_paths(spec, config, here=here)
+    if here and engine.experts_tiles not in (
+        "auto",
+        "shipped",
+    ):  # a file that is wrong is found before any weight is read
+        for path in paths:
+            for name in (path.chosen.experts, *path.chosen.rivals):
+                experts.REGISTRY.get(name)(path.spec).use(tuning(config))
     return RankPlan(
         layers=served_layers(config, info),
         placement=placement,
@@ -285,6 +294,22 @@ def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
 def measuring(config: Config) -> Measuring:
     """How a rank's experts backends are timed against each other."""
     return Measuring(budget_s=config.engine.experts_timing_s, cache=config.engine.experts_times)
+
+
+def tuning(config: Config) -> Tuning:
+    """Where tiles of a rank's own kernels come from, and what a start may spend on them."""
+    engine, tiles = config.engine, config.engine.experts_tiles
+    return Tuning(
+        folder=engine.experts_tiles_folder if tiles == "auto" else None,
+        file=tiles if isinstance(tiles, Path) else None,
+        budget_s=engine.experts_tiles_timing_s,
+    )
+
+
+def tunes(paths: Iterable[PathPlan]) -> bool:
+    """Whether any backend that may serve chooses among tiles."""
+    names = {name for path in paths for name in (path.chosen.experts, *path.chosen.rivals)}
+    return any(experts.REGISTRY.get(name).tunes for name in names)
 
 
 def kernel_options(config: Config) -> PrepareFinalizeOptions:

@@ -1,4 +1,5 @@
-"""`epserve tune`: time the experts backends for a configuration on this machine and keep the times, so that its start need not.
+"""`epserve tune`: time tiles and experts backends for a configuration on this machine and keep what was fastest, so that its
+start need not.
 
 Nothing is collective: ranks that hold equally many experts have equal times, so one of each kind is measured here, one after
 the other, on its own weights of the first served layer.
@@ -30,19 +31,21 @@ class Tuned:
     ranks: tuple[int, ...]
     num_experts: int
     choices: tuple[Choice, ...]
+    """Of whole backends; empty: one fits."""
     lines: tuple[str, ...]
 
 
 def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
-    """Yields one result for each number of experts that ranks hold; the file of times has it then.
+    """Yields one result for each number of experts that ranks hold; the file of times and the folder of tiles have it then.
+    Tiles take `engine.experts_tiles_timing_s` at most, backends `engine.experts_timing_s`, for each result.
 
-    again: measure what the file has already, too. Raises ConfigError where there is nothing to measure, CheckpointError,
+    again: measure what the files have already, too. Raises ConfigError where there is nothing to measure, CheckpointError,
     Incompatible.
     """
     device = _device(rank_plan.resolve_device(config.engine.device))
     info = open_checkpoint(config.model.path, config.model.dtype).info
     plan = rank_plan.plan_ranks(config, info, device=device.type)
-    if not any(path.chosen.rivals for path in plan.paths):
+    if not any(path.chosen.rivals for path in plan.paths) and not _tiles(config, plan):
         raise ConfigError(_nothing(config, plan))
     # One layer is enough: the others have the same shape.
     only = config.model_copy(update={"model": config.model.model_copy(update={"layers": plan.layers[:1]})})
@@ -54,6 +57,25 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
         worker.load()
         lines = worker.time_experts(again=again)
         yield Tuned(ranks=ranks, num_experts=num_experts, choices=worker.experts_choices(), lines=tuple(lines))
+
+
+def why_no_tiles(config: Config) -> str | None:
+    """Why tiles are not tuned here, for people; None: they are."""
+    engine = config.engine
+    device = rank_plan.resolve_device(engine.device)
+    if device != "cuda":
+        return f"tiles belong to the Triton kernels, which need a GPU; on {device} there are backends to time, no tiles"
+    plan = rank_plan.plan_ranks(config, open_checkpoint(config.model.path, config.model.dtype).info, device=device)
+    if not rank_plan.tunes(plan.paths):
+        return f"tiles belong to the Triton kernels, which are not among the experts backends here ({plan.chosen.names[1]})"
+    if engine.experts_tiles != "auto":
+        return f"engine.experts_tiles is {str(engine.experts_tiles)!r}: tiles that were tuned here would not be read"
+    return None if engine.experts_tiles_timing_s > 0 else "no time was given to them"
+
+
+def _tiles(config: Config, plan: rank_plan.RankPlan) -> bool:
+    timed = config.engine.experts_tiles == "auto" and config.engine.experts_tiles_timing_s > 0
+    return timed and plan.spec.device == "cuda" and rank_plan.tunes(plan.paths)
 
 
 def _device(kind: str) -> torch.device:

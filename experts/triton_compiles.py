@@ -20,6 +20,9 @@ class CompileCounter:
         self.late: dict[str, int] = {}
         self._seen: set = set()
         self.is_ready = False
+        self.num_tried = 0
+        """Variants that were compiled only to be timed."""
+        self._trying = False
         self._before = None
 
     def install(self) -> None:
@@ -45,6 +48,16 @@ class CompileCounter:
         finally:
             self.is_ready = was
 
+    @contextmanager
+    def trying(self):
+        """Compiles inside this block are candidates' that are timed against each other: neither warm nor late."""
+        self.install()
+        was, self._trying = self._trying, True
+        try:
+            yield
+        finally:
+            self._trying = was
+
     @property
     def num_warm(self) -> int:
         return sum(self.warm.values())
@@ -54,6 +67,9 @@ class CompileCounter:
         return sum(self.late.values())
 
     def _hook(self, *, fn, key, **other):
+        if self._trying:
+            self.num_tried += 1
+            return self._before(fn=fn, key=key, **other) if self._before is not None else None
         with self._lock:
             counts = self.late if self.is_ready else self.warm
             if (

@@ -12,14 +12,19 @@ import torch
 
 from epserve.modular_kernel import (
     ExpertsCapability,
+    ExpertWeights,
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
+    Prepared,
     TopKWeightAndReduceNoOP,
+    Tuning,
     Workspaces,
     WorkspaceShapes,
 )
 
-from . import triton_warmup
+from . import tile_tuning, triton_warmup
+from .tile_cache import Tuned, read_named
+from .tile_limits import Limits
 from .triton_launch import (
     BLOCK,
     DIRECT,
@@ -31,10 +36,11 @@ from .triton_launch import (
     SMALL_SORT,
     TABLE,
     Buffers,
+    Carver,
     Launcher,
     regions,
 )
-from .triton_tiles import BUCKETS, PACKED, Problem, Tiles, choose, shipped
+from .triton_tiles import BUCKETS, PACKED, Problem, Table, Tiles, choose
 
 CAPABILITY = ExpertsCapability(
     activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
@@ -57,11 +63,19 @@ class TritonExperts(FusedMoEExpertsModular):
     """
 
     capability = CAPABILITY
+    tunes = True
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.table = None
-        """Problem key -> bucket -> Tiles. None: what is shipped for the device."""
+        self.table: Table | None = None
+        """None: what was tuned here, as `use` says, then what is shipped for the device."""
+        self.tuning = Tuning()
+        self.tuned = Tuned()
+        """Those cells of the table that are not shipped, and what was left aside."""
+        self.searched: set[int] = set()
+        """Buckets whose tiles were looked for by this object."""
+        self.served: dict[int, int] = {}
+        """Local experts -> most rows of a batch, for which tiles were asked."""
         self._launcher: Launcher | None = None
         self._shapes: dict[tuple, WorkspaceShapes] = {}
 
@@ -74,8 +88,24 @@ class TritonExperts(FusedMoEExpertsModular):
             device = triton_warmup.current_device(self.spec.device)
             self._launcher = Launcher(self.spec, device)
             if self.table is None:
-                self.table = shipped(triton_warmup.device_name(device))
+                self.table = tile_tuning.table_for(self, device)
         return self._launcher
+
+    def use(self, tuning):
+        self.tuning = tuning
+        if tuning.file is not None:  # before anything is loaded; once more when the device is known
+            read_named(tuning.file, self.spec, Limits.of(self.spec))
+
+    def tune(self, weights, max_rows):
+        """Measure tiles for what no table of this machine has, within the budget, and keep them in its folder."""
+        if tile_tuning.tune(self, weights, max_rows):
+            self._shapes.clear()
+
+    def variant(self):
+        return tile_tuning.variant(self)
+
+    def explain(self):
+        return tile_tuning.explain(self)
 
     def tiles(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tiles, str]:
         problem = dataclasses.replace(Problem.of(self.spec, num_experts), top_k=top_k)
@@ -85,6 +115,7 @@ class TritonExperts(FusedMoEExpertsModular):
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         """The most that any batch of up to `num_rows` rows takes: smaller ones may split more."""
         key = (num_rows, top_k, num_experts)
+        self.served[num_experts] = max(num_rows, self.served.get(num_experts, 0))
         if key not in self._shapes:
             sizes = {min(size, num_rows) for bucket in BUCKETS for size in (bucket, 2 * bucket)} | {num_rows}
             both = [self._measure(size, top_k, num_experts) for size in sizes]
@@ -98,32 +129,51 @@ class TritonExperts(FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def apply(self, output, prepared, *, weights, workspace):
-        x, ids, topk_weights = prepared.x, prepared.routing.ids_Mt, prepared.routing.weights_Mt
+        x, ids = prepared.x, prepared.routing.ids_Mt
         if x.shape[0] == 0 or weights.num_experts == 0:
             return output.zero_()
+        tiles, _ = self.tiles(x.shape[0], weights.num_experts, ids.shape[1])
+        b, direct = self.carve(*regions(workspace), x.shape[0], ids.shape[1], weights.num_experts, tiles)
+        self.route(b, prepared, tiles, weights.num_experts, direct)
+        self.first_half(b, prepared, weights, tiles, direct)
+        self.second_half(b, prepared, weights, tiles, direct, output)
+        return output
+
+    def route(self, b: Buffers, prepared: Prepared, tiles: Tiles, num_experts: int, direct: bool) -> None:
+        """Which rows are whose. direct: the programs find it in the ids themselves."""
+        if not direct:
+            assert prepared.routing is not None
+            self.launcher().sort(b, prepared.routing.ids_Mt, bm=tiles.bm, num_experts=num_experts)
+
+    def first_half(self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool) -> None:
+        """Copy or quantise rows, multiply by W13, and what makes the rows that W2 reads."""
+        assert prepared.routing is not None
+        x, xs, ids, ready = prepared.x, prepared.scales, prepared.routing.ids_Mt, prepared.scales is not None
         run = self.launcher()
         mode = run.numerics.mode
-        tiles, _ = self.tiles(x.shape[0], weights.num_experts, ids.shape[1])
-        b, direct = self._buffers(x.shape[0], ids.shape[1], weights.num_experts, tiles, workspace)
-        ready = prepared.scales is not None
         assert b.h is not None and b.y is not None, "carved from real memory"
         assert not ready or mode == BLOCK, "rows come quantised in 1x128 blocks only"
         expand = tiles.expand and not direct
         fly = tiles.gate_up.fly and not ready and not expand and mode not in (FLOAT, ROW)
-        if not direct:
-            run.sort(b, ids, bm=tiles.bm, num_experts=weights.num_experts)
-        xs = prepared.scales
         if expand or (mode != FLOAT and not ready and not fly):
             run.quantise_tokens(b, x, xs, ids, weights, expand=expand)
+            assert b.xq is not None
             x, xs = b.xq, b.xs
         source = DIRECT if direct else ROWS if expand else GATHER
         run.gate_up(b, x, xs, weights, tiles, source=source, ids=ids, fly=fly)
         if mode == ROW:
             run.quantise_rows(b.h, b.hq, b.hs, None, ids=ids if direct else None, tiles=b.tiles, num_rows=b.num_rows,
                               max_tiles=b.max_tiles, bm=tiles.bm, columns=self.spec.shape.intermediate)  # fmt: skip
+
+    def second_half(
+        self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool, output: torch.Tensor
+    ) -> None:
+        """Multiply by W2, weight and sum into `output` (M, K)."""
+        assert prepared.routing is not None
+        run, ids = self.launcher(), prepared.routing.ids_Mt
+        assert b.y is not None, "carved from real memory"
         run.down(b, weights, tiles, b.y, source=DIRECT if direct else ROWS if tiles.bm >= 64 else GATHER, ids=ids)
-        run.reduce(b, ids, topk_weights, output, split=tiles.down.split, in_slots=direct)
-        return output
+        run.reduce(b, ids, prepared.routing.weights_Mt, output, split=tiles.down.split, in_slots=direct)
 
     def warm_up(self, weights, max_rows):
         """Compile every variant for up to `max_rows` rows in parallel, then run each bucket once."""
@@ -132,13 +182,13 @@ class TritonExperts(FusedMoEExpertsModular):
     def _measure(self, num_rows: int, top_k: int, num_experts: int) -> tuple[int, int]:
         r13, r2 = regions(None)
         tiles, _ = self.tiles(num_rows, num_experts, top_k)
-        self._carve(r13, r2, num_rows, top_k, num_experts, tiles)
+        self.carve(r13, r2, num_rows, top_k, num_experts, tiles)
         return r13.most, r2.most
 
-    def _buffers(self, num_rows, top_k, num_experts, tiles, workspace) -> tuple[Buffers, bool]:
-        return self._carve(*regions(workspace), num_rows, top_k, num_experts, tiles)
-
-    def _carve(self, r13, r2, num_rows, top_k, num_experts, tiles) -> tuple[Buffers, bool]:
+    def carve(
+        self, r13: Carver, r2: Carver, num_rows: int, top_k: int, num_experts: int, tiles: Tiles
+    ) -> tuple[Buffers, bool]:
+        """Scratch of one batch with these tiles; and whether tiles come from the ids themselves, without a table of them."""
         slots = num_rows * top_k
         direct = slots <= DIRECT_SLOTS and tiles.bm <= 32
         max_tiles = min(slots, num_experts + slots // tiles.bm)

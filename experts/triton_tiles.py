@@ -1,7 +1,7 @@
 """Tile sizes of the Triton experts: what a configuration says, the measured tables that we ship, and the rule without them.
 
 A table is `tuned/DEVICE.json`, written by `benchmarks/tune_experts.py`; a cell of it is one (shape, quantisation, bucket of
-tokens).
+tokens). Tables of this machine's own, in the same form, come from `epserve tune`: see `tile_cache`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 from epserve.modular_kernel import LayerSpec
 
@@ -20,6 +21,11 @@ BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 ALIKE = math.log(2.9)
 """Measured cells are a factor of 4 apart, so the nearest is at most 2 away where the range covers it."""
+THICK = 128
+"""Rows of a tile from which on thicker batches take the same tiles: they only get more of them."""
+
+Table = dict[str, dict[int, "Tiles"]]
+"""Problem key -> bucket -> configuration."""
 
 PACKED = ("int4", "mxfp4", "nvfp4")
 SHARED_MEMORY = 232448  # bytes that one program may use on compute capability 9.0
@@ -133,33 +139,48 @@ def bucket_of(num_tokens: int) -> int:
     return next((b for b in BUCKETS if num_tokens <= 2 * b), BUCKETS[-1])
 
 
-@functools.cache
-def shipped(device_name: str) -> dict[str, dict[int, Tiles]]:
-    """Problem key -> bucket -> configuration, from `tuned/`; empty for a device that was not measured."""
-    file = resources.files("experts") / "tuned" / (device_name.lower().replace(" ", "_") + ".json")
-    if not file.is_file():
-        return {}
-    cells = json.loads(file.read_text())["cells"]
+def read_cells(cells: dict) -> Table:
+    """The `cells` of a table's file. Raises AttributeError, KeyError, TypeError or ValueError where it is none."""
     return {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
 
 
-def choose(
-    problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]], *, specialised: bool
-) -> tuple[Tiles, str]:
+@functools.cache
+def shipped(device_name: str) -> Table:
+    """From `tuned/`; empty for a device that was not measured."""
+    file = resources.files("experts") / "tuned" / (device_name.lower().replace(" ", "_") + ".json")
+    return read_cells(json.loads(file.read_text())["cells"]) if file.is_file() else {}
+
+
+class Picked(NamedTuple):
+    """Tiles for a batch, a sentence on where they come from, and the cell (problem key, bucket) of the table; None: the rule."""
+
+    tiles: Tiles
+    why: str
+    cell: tuple[str, int] | None
+
+
+def choose(problem: Problem, num_tokens: int, table: Table, *, specialised: bool) -> tuple[Tiles, str]:
     """The configuration for a batch of `num_tokens`, and where it comes from. specialised: such kernels can run here."""
+    picked = pick(problem, num_tokens, table, specialised=specialised)
+    return picked.tiles, picked.why
+
+
+def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool) -> Picked:
+    """As `choose`, with the cell."""
     bucket = bucket_of(num_tokens)
     measured = table.get(problem.key, {}).get(bucket)
     if measured is not None and (specialised or not measured.specialised):
-        return measured, f"measured for this shape, {bucket} tokens"
+        return Picked(measured, f"measured for this shape, {bucket} tokens", (problem.key, bucket))
     alike = _alike(problem, bucket, table)
-    if alike is not None and (specialised or not alike[0].specialised):
+    if alike is not None and (specialised or not alike.tiles.specialised):
         return alike
-    return default_tiles(problem, bucket, specialised=specialised), "the rule for shapes that were not measured"
+    tiles = default_tiles(problem, bucket, specialised=specialised)
+    return Picked(tiles, "the rule for shapes that were not measured", None)
 
 
-def _alike(problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]]) -> tuple[Tiles, str] | None:
+def _alike(problem: Problem, num_tokens: int, table: Table) -> Picked | None:
     """What was measured for the same matrices over another number of ranks or another top-k, where each local expert gets
-    about as many rows: within a factor of 2.9, or beyond the largest batch that was measured."""
+    about as many rows: within a factor of 2.9, or beyond the largest batch that was measured, if its tiles are thick."""
     rows, best = problem.rows_per_expert(num_tokens), None
     for key, cells in table.items():
         other = Problem.parse(key)
@@ -168,10 +189,16 @@ def _alike(problem: Problem, num_tokens: int, table: dict[str, dict[int, Tiles]]
         for tokens, tiles in cells.items():
             theirs = other.rows_per_expert(tokens)
             far = abs(math.log(theirs / rows))
-            beyond = tokens == max(cells) and theirs < rows
+            beyond = tokens == max(cells) and theirs < rows and tiles.bm >= THICK
             if (far < ALIKE or beyond) and (best is None or far < best[0]):
-                best = far, tiles, f"measured for {key}, {tokens} tokens: as many rows an expert"
-    return None if best is None else (best[1], best[2])
+                why = f"measured for {key}, {tokens} tokens: as many rows an expert"
+                best = far, Picked(tiles, why, (key, tokens))
+    return None if best is None else best[1]
+
+
+def all_have_steps(split: int, steps: int) -> bool:
+    """Whether each of `split` programs gets one of the steps at least: a kernel reads its first one's scales before it counts."""
+    return (split - 1) * -(-steps // split) < steps
 
 
 def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False) -> Tiles:
@@ -191,7 +218,10 @@ def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = Fals
         active = min(problem.local_experts, max(1, round(pairs)))
         bn = 128 if block else 64
         split = 1
-        while active * (problem.intermediate // bn) * split < 264 and split < 8 and num_tokens <= 16:
+        few = num_tokens <= 16
+        while few and active * (problem.intermediate // bn) * split < 264 and split < 8:
+            if not all_have_steps(2 * split, -(-problem.hidden // 128)):
+                break
             split *= 2
         first = GemmTiles(bn=bn, bk=128, swap=True, split=split, stages=4 if not half else 3)
         return Tiles(bm=bm, gate_up=first, down=GemmTiles(bn=64, bk=128, swap=True, stages=4))

@@ -23,7 +23,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
 )
-from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, _example, bucket_of
+from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, bucket_of, example_batch
 from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
 from epserve.modular_kernel.summed import SummedExperts
 from epserve.modular_kernel.times_cache import TimesCache
@@ -405,7 +405,7 @@ def test_examples_are_as_dense_as_what_prepare_delivers(every_row, least):
     spec = LayerSpec(shape=shape, layout=ExpertLayout.even(64, 16))
     four = ExpertWeights(w13_eNK=torch.empty((4, 16, 8)), w2_eKN=torch.empty((4, 8, 8)))
     for rows in (1, 1000):
-        slots = (_example(spec, rows, four, 0, every_row).routing.ids_Mt >= 0).sum(1)
+        slots = (example_batch(spec, rows, four, 0, every_row).routing.ids_Mt >= 0).sum(1)
         assert int(slots.min()) >= least
     assert 0.08 < float((slots > 0).float().mean()) < 0.17 or not every_row
 

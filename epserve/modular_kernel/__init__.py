@@ -22,6 +22,7 @@ from .reduce import (
     weighted_sum,
 )
 from .registry import Entry, Registry
+from .tuning import Tuning
 from .types import Activation, ExpertLayout, ExpertShape, ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspace, Workspaces, WorkspaceShapes
 
@@ -56,6 +57,7 @@ __all__ = [
     "TopKWeightAndReduceDelegate",
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOP",
+    "Tuning",
     "UnquantizedFusedMoEMethod",
     "Workspace",
     "WorkspaceShapes",

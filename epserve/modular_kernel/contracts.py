@@ -19,6 +19,7 @@ from .capability import ExpertsCapability, LayerSpec, PrepareFinalizeCapability
 from .handles import DispatchHandle, HandleBook, Receiver
 from .quantization import QuantConfig
 from .reduce import TopKWeightAndReduce
+from .tuning import Tuning
 from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspace, WorkspaceShapes
 
@@ -211,6 +212,8 @@ class FusedMoEExpertsModular(ABC):
     """
 
     capability: ClassVar[ExpertsCapability]
+    tunes: ClassVar[bool] = False
+    """Has variants of its kernels among which `tune` chooses by measurement."""
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
@@ -244,6 +247,21 @@ class FusedMoEExpertsModular(ABC):
         self, output: torch.Tensor, prepared: Prepared, *, weights: ExpertWeights, workspace: Workspace
     ) -> torch.Tensor:
         """Write the result to `output`, whose shape `workspace_shapes` gave, and return it."""
+
+    def use(self, tuning: Tuning) -> None:
+        """Where variants come from; right after the constructor, if at all. Raises ConfigError where a named file is wrong."""
+
+    def tune(self, weights: ExpertWeights, max_rows: int) -> None:
+        """Measure variants for batches of up to `max_rows` rows within the budget of `use`. Before workspaces are reserved and
+        before `warm_up`, since both depend on the choice. Not collective; a second call measures nothing."""
+
+    def variant(self) -> str:
+        """Names the choice that `tune` or a file made, for keys of measured times; empty: there was none."""
+        return ""
+
+    def explain(self) -> list[str]:
+        """What was chosen by measurement and why, in sentences for the log and `GetStatus`."""
+        return []
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
         """Compile and measure whatever `apply` may need up to `max_rows`; nothing may compile afterwards."""

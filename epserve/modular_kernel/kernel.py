@@ -57,7 +57,8 @@ class FusedMoEModularKernel:
         return self.fused_experts.workspace_shapes(0, self.top_k, num_experts, capacity)
 
     def warm_up(self, weights: ExpertWeights) -> None:
-        """Reserve workspaces for the largest batch, let the experts compile and measure, then lock."""
+        """Choose kernel variants, reserve workspaces for the largest batch, let the experts compile and measure, then lock."""
+        self.fused_experts.tune(weights, self.prepare_finalize.max_rows())
         self.workspaces.reserve(self.workspace_shapes())
         self.fused_experts.warm_up(weights, self.prepare_finalize.max_rows())
         self.workspaces.lock()

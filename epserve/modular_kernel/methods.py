@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from epserve.errors import Incompatible
@@ -23,6 +23,7 @@ from .quantization import UNQUANTIZED, QuantConfig
 from .registry import Registry
 from .selection import MeasuredExperts, Measuring
 from .selection_batched import MeasuredBatchedExperts
+from .tuning import Tuning
 from .types import ExpertWeights, FusedMoEActivationFormat
 
 SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager]
@@ -40,6 +41,14 @@ class Backends:
     """What joins ranks that share each expert by slices, around an all-to-all of the registry."""
     measuring: Measuring | None = None
     """Set: all preferred experts that fit are candidates, and each batch takes the one that was timed as fastest for it."""
+    tuning: Tuning = Tuning()
+    """Where kernel variants of one backend come from; `every_row` is set here, by what the all-to-all delivers."""
+
+
+def _made(backend: type[FusedMoEExpertsModular], spec: LayerSpec, tuning: Tuning) -> FusedMoEExpertsModular:
+    experts = backend(spec)
+    experts.use(tuning)
+    return experts
 
 
 class FusedMoEMethodBase(ABC):
@@ -104,14 +113,15 @@ class FusedMoEMethodBase(ABC):
         chosen, reasons = self._experts_for(record)
         if chosen is None:
             raise Incompatible(f"no experts backend fits {name}:", tuple(reasons))
+        every_row = not record.needed_rows_only
+        tuning = replace(backends.tuning, every_row=every_row)
         if backends.measuring is None:
-            return chosen(self.spec)
-        candidates = {name: backends.experts.get(name)(self.spec) for name in self._fitting(record)}
+            return _made(chosen, self.spec, tuning)
+        candidates = {name: _made(backends.experts.get(name), self.spec, tuning) for name in self._fitting(record)}
         if len(candidates) == 1:
             return next(iter(candidates.values()))
         if record.activation_format is FusedMoEActivationFormat.BatchedExperts:
             return MeasuredBatchedExperts(self.spec, candidates, measuring=backends.measuring)
-        every_row = not record.needed_rows_only
         return MeasuredExperts(self.spec, candidates, measuring=backends.measuring, every_row=every_row)
 
     def init_prepare_finalize(self, ranks: RankContext, options: PrepareFinalizeOptions) -> FusedMoEModularKernel:

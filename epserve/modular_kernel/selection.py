@@ -150,7 +150,8 @@ class MeasuredExperts(FusedMoEExpertsModular):
         if unknown:
             limit = max(self.times[each][TOO_LONG] for each in unknown)
             lines.append(f"experts for {self._untimed(unknown[0], limit)}")
-        return lines + [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
+        lines += [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
+        return lines + [line for candidate in self.candidates.values() for line in candidate.explain()]
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         for candidate in self.candidates.values():
@@ -174,6 +175,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
     def apply(self, output, prepared, *, weights, workspace):
         chosen = self.candidates[self.choice(self._size_of(prepared))]
         return self._run(chosen, output, prepared, weights, workspace)
+
+    def tune(self, weights: ExpertWeights, max_rows: int) -> None:
+        """Each candidate's own variants: what they are timed with against each other."""
+        for candidate in self.candidates.values():
+            candidate.tune(weights, max_rows)
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
         """Warm every candidate up, then time them, or read what an earlier start measured under the same key.
@@ -212,7 +218,8 @@ class MeasuredExperts(FusedMoEExpertsModular):
     def key(self, weights: ExpertWeights) -> str:
         rows = "every row" if self.every_row else "local rows"
         graph = ", graphs" if self.spec.cuda_graph else ""
-        return key_of(self.spec, weights, self.candidates) + f" | {rows}{graph}"
+        chosen = [f"{name} {variant}" for name, each in self.candidates.items() if (variant := each.variant())]
+        return " | ".join([key_of(self.spec, weights, self.candidates), f"{rows}{graph}", *chosen])
 
     def _bucket_of(self, size: int) -> int:
         return bucket_of(size)
@@ -233,7 +240,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
     def _examples(self, bucket: int, weights: ExpertWeights) -> list[Prepared]:
         sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
-        return [_example(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
+        return [example_batch(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
 
     def _shapes(self, experts: FusedMoEExpertsModular, prepared: Prepared, num_experts: int) -> WorkspaceShapes:
         top_k = self.spec.shape.top_k if prepared.routing is None else prepared.routing.ids_Mt.shape[1]
@@ -326,7 +333,7 @@ def bucket_of(num_tokens: int) -> int:
     return next((bucket for bucket in BUCKETS if num_tokens <= 2 * bucket), BUCKETS[-1])
 
 
-def _example(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, every_row: bool) -> Prepared:
+def example_batch(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, every_row: bool) -> Prepared:
     """Random rows whose slots are spread as even routing over all experts would."""
     device, e, t = weights.w13_eNK.device, weights.num_experts, min(spec.shape.top_k, spec.shape.num_experts)
     generator = torch.Generator().manual_seed(1000 * num_rows + seed)

@@ -92,7 +92,7 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -
     """Everything that times depend on, the bucket apart."""
     s, device = spec.shape, weights.w13_eNK.device
     if device.type == "cuda":
-        where = f"{torch.cuda.get_device_name(device)} driver {_driver()} CUDA {torch.version.cuda}"
+        where = f"{torch.cuda.get_device_name(device)} driver {driver_version()} CUDA {torch.version.cuda}"
     else:
         where = f"{_processor()} with {torch.get_num_threads()} threads"
     packages = ["epserve", *sorted({LIBRARIES[name] for name in candidates if name in LIBRARIES})]
@@ -102,7 +102,7 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -
     return f"{where} | torch {torch.__version__} {versions} | {layer} {scheme} {spec.activation.kind}"
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """The kernel module's version, as the driver itself tells it; torch tells it in some releases only."""
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as lines:
         for word in lines.readline().split():

@@ -5,7 +5,8 @@
         --out benchmarks/results/rebalance_h200x2.json
 
 Clients ask without pause. The seconds of steps while nothing moves are set against those of steps that run while experts move
-from rank to rank (`--moves` times, to placements for random loads); every answer is compared with the first one. The cost of
+from rank to rank (`--moves` times, to placements for random loads); every answer is compared with the first one. Processor
+time of ranks and front end (with its clients) a step says how much of a longer step is work, and how much waiting. The cost of
 counting is taken on one rank in this process: the same steps with and without it, in turn.
 """
 
@@ -36,6 +37,31 @@ LAYER = 1
 WARM = 10
 BLOCKS, STEPS = 40, 10
 CALM_S = 1.0
+
+
+class Clock:
+    """Processor seconds of the ranks and of this process, in spans of which each belongs to a sort."""
+
+    def __init__(self, pids: list[int]):
+        # Of any process of ours: ~pid in the upper bits and CPUCLOCK_SCHED below (Linux, posix-timers.h).
+        self._clocks = [(~pid << 3) | 2 for pid in pids] + [time.CLOCK_PROCESS_CPUTIME_ID]
+        self.seconds: dict[str, list[float]] = {}
+        self._last = self._now()
+
+    def end_of(self, sort: str) -> None:
+        now = self._now()
+        spent, self._last = [each - before for each, before in zip(now, self._last, strict=True)], now
+        self.seconds[sort] = [a + b for a, b in zip(self.seconds.get(sort, [0.0] * len(now)), spent, strict=True)]
+
+    def _now(self) -> list[float]:
+        return [time.clock_gettime(each) for each in self._clocks]
+
+    def per_step(self, sort: str, steps: int) -> dict[str, float]:
+        *ranks, here = self.seconds.get(sort, [0.0, 0.0])
+        return {
+            "rank_ms": round(sum(ranks) / len(ranks) / max(steps, 1) * 1e3, 3),
+            "front_end_ms": round(here / max(steps, 1) * 1e3, 3),
+        }
 
 
 class Load:
@@ -69,7 +95,12 @@ async def moves(args: argparse.Namespace, path: Path) -> dict:
         parse_config(
             {
                 "model": {"path": str(path)},
-                "engine": {"ranks": args.ranks, "device": args.device, "redundant_experts": args.redundant},
+                "engine": {
+                    "ranks": args.ranks,
+                    "device": args.device,
+                    "redundant_experts": args.redundant,
+                    "standbys": 0,
+                },
             }
         )
     )
@@ -80,13 +111,15 @@ async def moves(args: argparse.Namespace, path: Path) -> dict:
         while len(load.steps) < WARM:
             await asyncio.sleep(0.01)
         load.steps.clear()
+        clock = Clock([rank.pid for rank in engine.status().ranks])
         for _ in range(args.moves):
             await asyncio.sleep(CALM_S)
             start = time.monotonic()
             loads = {layer: [chance.random() ** 3 for _ in range(args.num_experts)] for layer in engine.layers}
+            clock.end_of("calm")
             done.append(await engine._pool.changes.rebalance(loads=loads))
+            clock.end_of("moves")
             spans.append((start, time.monotonic()))
-        await asyncio.sleep(CALM_S)
         await load.stop()
     finally:
         await engine.close()
@@ -94,6 +127,7 @@ async def moves(args: argparse.Namespace, path: Path) -> dict:
     during = [s for s in load.steps if any(s.started < end and s.ended > start for start, end in spans)]
     apart = [s for s in load.steps if s not in during]
     calm, busy = _times(apart), _times(during)
+    ended = [s for s in load.steps if any(start <= s.ended < end for start, end in spans)]
     came_from: dict[str, int] = {}
     for each in done:
         for where, count in each.came_from.items():
@@ -104,6 +138,9 @@ async def moves(args: argparse.Namespace, path: Path) -> dict:
         "bytes_of_an_expert": bytes_each, "seconds_of_a_move": round(seconds / max(len(done), 1), 3),
         "answers": load.answers, "wrong": load.wrong,
         "step_calm_ms": calm, "step_during_moves_ms": busy,
+        "cpu_a_step_calm": clock.per_step("calm", len(load.steps) - len(ended)),
+        "cpu_a_step_during_moves": clock.per_step("moves", len(ended)),
+        "cpu_of_a_move_s": round(sum(clock.seconds["moves"]) / max(len(done), 1), 4),
         "ratio": {name: round(busy[name] / calm[name], 3) for name in ("p50", "p90", "mean") if busy and calm},
     }  # fmt: skip
 

@@ -5,8 +5,9 @@
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
 with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare
-(or one rank with `--spares 0`), so that a standby takes its place, or with `--standbys 0` a process has to start. The first good answer is the first one to a request that was
-sent after the fault; it is compared with the reference. With copies of all experts `rejoined` is when the lost rank is back.
+(or one rank with `--spares 0`), so that a standby takes the place of one, or with `--standbys 0` a process has to start. The
+first good answer is the first one to a request that was sent after the fault; it is compared with the reference. With copies of
+all experts `rejoined` is when the lost rank is back.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ from .transport import LinkAddress, listen
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20  # at a time in host memory, and on the bus between two kernels of a step
-SHARE = 0.5  # of the time that chunks take: the rest is pauses, in which steps have the processor and the bus for themselves
+CHUNK_BYTES = 1 << 20  # at a time in host memory, and on the bus between two kernels of a step: about a millisecond
+SHARE = {"cpu": 0.1, "cuda": 0.5}
+"""Of one core, at each end, that copying may take; the rest is pauses. On CPU ranks it is taken from the steps themselves."""
 PEER_TIMEOUT_S = 5.0  # for each chunk; then the peer is not asked again, and the checkpoint is read instead
 
 Held = Callable[[int], tuple[Placement, tuple[int, ...], LayerWeights]]
@@ -47,7 +48,6 @@ class ExpertServer:
         """host: listen on TCP there; empty: on an abstract Unix socket."""
         self._listener, self.address = listen(host)
         self._held, self._token = held, self.address.token
-        self._copier = _Copier()
         threading.Thread(target=self._accept, name="experts", daemon=True).start()
 
     def close(self) -> None:
@@ -71,12 +71,13 @@ class ExpertServer:
                     raise wire.WireError("wrong token")
                 wire.send(sock, {})
                 sock.settimeout(None)  # a peer asks when it likes, and closes when it is done
+                copier = _Copier()
                 while True:
-                    self._send(sock, wire.receive_header(sock))
+                    self._send(sock, wire.receive_header(sock), copier)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.debug("connection of a peer ended: %s", error)
 
-    def _send(self, sock: socket.socket, asked: dict[str, Any]) -> None:
+    def _send(self, sock: socket.socket, asked: dict[str, Any], copier: _Copier) -> None:
         placement, experts, weights = self._held(asked["layer"])
         if placement.version != asked["version"] or asked["expert"] not in experts:
             wire.send(sock, {"missing": f"version {placement.version} with experts {experts}"})
@@ -84,8 +85,10 @@ class ExpertServer:
         parts = expert_tensors(weights.experts, experts.index(asked["expert"]))
         wire.send(sock, {"tensors_of": {name: [str(each.dtype), list(each.shape)] for name, each in parts.items()}})
         for name, part in parts.items():
-            for chunk in self._copier.to_host(part):
-                wire.send(sock, {"name": name, "crc": zlib.crc32(wire.as_bytes(chunk))}, [chunk])
+            for chunk in _chunks(part):
+                with copier.paced(chunk.device):
+                    there = copier.to_host(chunk)
+                    wire.send(sock, {"name": name, "crc": zlib.crc32(wire.as_bytes(there))}, [there])
 
 
 class PeerSource(LayerSource):
@@ -169,37 +172,61 @@ class PeerSource(LayerSource):
             raise ValueError(f"it holds {answer['tensors_of']}, this rank {described}")
         for name, target in wanted.items():
             for room in _chunks(target):
-                header, (chunk,) = wire.receive(sock)
-                if header["name"] != name or chunk.numel() != room.numel():
-                    raise ValueError(f"{chunk.numel()} bytes of {header['name']}, expected {room.numel()} of {name}")
-                if zlib.crc32(wire.as_bytes(chunk)) != header["crc"]:
-                    raise ValueError(f"a chunk of {name} is damaged")
-                self._copier.from_host(room, chunk)
+                with self._copier.paced(room.device):
+                    header = wire.receive_header(sock)
+                    if header["name"] != name or header["tensors"] != [wire.describe(room)]:
+                        raise ValueError(
+                            f"{header['tensors']} of {header['name']}, expected {room.numel()} bytes of {name}"
+                        )
+                    with self._copier.from_host(room) as landing:
+                        wire.receive_exactly(sock, wire.as_bytes(landing))
+                        if zlib.crc32(wire.as_bytes(landing)) != header["crc"]:
+                            raise ValueError(f"a chunk of {name} is damaged")
 
 
 class _Copier:
-    """Chunks between host and device, on a stream of their own, with pauses."""
+    """Chunks between host and device, on a stream of their own, with pauses. For one thread."""
 
     def __init__(self):
         self._stream: Any = None
+        self._pinned: torch.Tensor | None = None
 
-    def to_host(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
-        for chunk in _chunks(part):
-            start = time.monotonic()
-            with self._on_stream(chunk.device):
-                yield chunk.cpu()
-            _pause(start)
+    @contextlib.contextmanager
+    def paced(self, device: torch.device) -> Iterator[None]:
+        """Then a pause, by the processor time of what ran inside: waiting for the other end costs nobody anything."""
+        start = time.thread_time()
+        yield
+        time.sleep((time.thread_time() - start) * (1 / SHARE[device.type] - 1))
 
-    def from_host(self, room: torch.Tensor, chunk: torch.Tensor) -> None:
+    def to_host(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Good until the next one."""
+        if chunk.device.type != "cuda":
+            return chunk
+        there = self._staging(chunk.numel())
+        with self._on_stream(chunk.device):
+            there.copy_(chunk, non_blocking=True)
+        return there
+
+    @contextlib.contextmanager
+    def from_host(self, room: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Host memory whose bytes are in `room` afterwards."""
+        if room.device.type != "cuda":
+            yield room
+            return
+        landing = self._staging(room.numel())
+        yield landing
         with self._on_stream(room.device):
-            room.copy_(chunk)
+            room.copy_(landing, non_blocking=True)
 
     def within(self, target: torch.Tensor, part: torch.Tensor) -> None:
         for room, chunk in zip(_chunks(target), _chunks(part), strict=True):
-            start = time.monotonic()
-            with self._on_stream(room.device):
+            with self.paced(room.device), self._on_stream(room.device):
                 room.copy_(chunk)
-            _pause(start)
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        if self._pinned is None or self._pinned.numel() < nbytes:
+            self._pinned = torch.empty(max(nbytes, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._pinned[:nbytes]
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
@@ -211,10 +238,6 @@ class _Copier:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
-
-
-def _pause(start: float) -> None:
-    time.sleep((time.monotonic() - start) * (1 / SHARE - 1))
 
 
 def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:

@@ -49,6 +49,9 @@ class Flight:
 
     library_handle: Any
     local: Routing
+    sent: library.Outgoing
+    """Alive until the rows are home."""
+    buffers: library.Buffers | None
 
 
 class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
@@ -65,7 +68,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         combine_orders=frozenset({"rank"}),
     )
     configured = True
-    """The calls take a configuration: how many multiprocessors, and how large the pieces are."""
+    """The calls take a configuration (how many multiprocessors, and how large the pieces are), and where tokens go."""
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, buffer: Any):
         super().__init__(ranks, spec, options)
@@ -73,8 +76,8 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             raise ConfigError(f"{type(self).__name__} adds partial sums by rank: set combine_order to 'rank'")
         self.buffer = buffer
         self.configs = configs(ranks.world_size) if self.configured else (None, None)
-        self.experts = library.Experts(spec, ranks.device)
         self.quantised = library.sends_quantised(spec, options.dispatch_quantised)
+        self.sender = library.Sender(spec, ranks.device, quantised=self.quantised, layout=self.configured)
         self.hidden = padded_hidden(spec)
 
     def topk_indices_dtype(self) -> torch.dtype:
@@ -94,24 +97,21 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 f"{type(self).__name__}: the host takes part in its dispatch (it waits for the number of rows where the"
                 " numbers of tokens are unknown), so no CUDA graph is made of it"
             )
-        wanted = self.experts.widen(routing)
-        x = library.quantise(x_MK) if self.quantised else library.pad(x_MK, self.hidden)
-        received, ids, weights, handle, done = self._send(x, wanted, most, beside)
-        sent = (x, wanted)
+        sent, buffers = self.sender.ready(library.pad(x_MK, self.hidden), routing)
+        received, ids, weights, handle, done = self._send(sent, most, beside)
 
         def finish() -> Prepared:
             if beside:
                 done.current_stream_wait()
-            assert sent  # alive until the library's stream is done with it
             rows, scales = received if self.quantised else (library.unpad(received, x_MK.shape[1]), None)
             local = Routing(ids_Mt=ids.int(), weights_Mt=weights)
-            flight = Flight(library_handle=handle, local=local)
+            flight = Flight(library_handle=handle, local=local, sent=sent, buffers=buffers)
             return Prepared(x=rows, scales=scales, routing=local, handle=DispatchHandle(self.book, flight))
 
         return finish
 
-    def _send(self, x, wanted: library.LibraryIds, most: int, beside: bool):
-        """The library's calls of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event).
+    def _send(self, sent: library.Outgoing, most: int, beside: bool):
+        """The library's call of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event).
 
         With `most` as many rows come back; those behind the last real one are undefined and have ids of -1.
         """
@@ -122,34 +122,23 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize(self.ranks.device)
             self.buffer.unwaited = False
-        timing = self._timing(beside)
-        per_rank, _, per_expert, in_rank, laid_out = self.buffer.get_dispatch_layout(
-            wanted.ids_Mt, self.experts.total, **timing
-        )
-        if beside:
-            timing["previous_event"] = laid_out
         received, ids, weights, _, handle, done = self.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=wanted.ids_Mt,
-            topk_weights=wanted.weights_Mt,
+            sent.x,
+            num_tokens_per_rank=sent.per_rank,
+            is_token_in_rank=sent.in_rank,
+            num_tokens_per_expert=sent.per_expert,
+            topk_idx=sent.ids_Mt,
+            topk_weights=sent.weights_Mt,
             num_worst_tokens=most,
             config=self.configs[0],
-            **timing,
+            async_finish=beside,
         )
-        return received, ids, weights, (handle, per_rank, per_expert), done
+        return received, ids, weights, handle, done
 
     def _send_home(self, y: torch.Tensor, handle: Any, beside: bool):
-        combined, _, done = self.buffer.combine(y, handle[0], config=self.configs[1], **self._timing(beside))
+        # Asynchronous: after what the current stream holds now, on the library's own stream.
+        combined, _, done = self.buffer.combine(y, handle, config=self.configs[1], async_finish=beside)
         return combined, done
-
-    def _timing(self, beside: bool) -> dict[str, Any]:
-        """Beside the current stream: after what it holds now, on the library's own stream."""
-        if not beside:
-            return {"async_finish": False}
-        return {"async_finish": True, "previous_event": self.buffer.capture(), "allocate_on_comm_stream": True}
 
     def finalize(self, handle, y, *, reduce, out_MK):
         return self._combine(handle, y, reduce, out_MK, beside=False)()
@@ -169,8 +158,9 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         def finish() -> torch.Tensor:
             if beside:
                 done.current_stream_wait()
-            assert sent
-            return out_MK.copy_(combined[:, :hidden])
+            assert sent  # alive until the library's stream is done with it
+            self.sender.give_back(flight.buffers)
+            return out_MK.copy_(combined if hidden == self.hidden else combined[:, :hidden])
 
         return finish
 

@@ -40,7 +40,8 @@ class Flight:
     """What finalize must know of one dispatch."""
 
     library_handle: Any
-    home: library.LibraryIds
+    home: library.Outgoing
+    """Its ids and weights are read again by combine."""
 
 
 class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
@@ -70,10 +71,10 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, shared: SharedBuffer):
         super().__init__(ranks, spec, rounded(options, spec))
         self.shared = shared
-        self.experts = library.Experts(spec, ranks.device)
+        self.sender = library.Sender(spec, ranks.device)
         self.quantised = library.sends_quantised(spec, options.dispatch_quantised)
         self.hidden = padded_hidden(spec)
-        self.layout = (self.options.max_tokens_per_rank, self.hidden, self.experts.total)
+        self.layout = (self.options.max_tokens_per_rank, self.hidden, self.sender.total)
 
     def topk_indices_dtype(self) -> torch.dtype:
         return torch.int64
@@ -93,10 +94,12 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if x_MK.shape[0] > cap:
             raise TooLarge(f"{x_MK.shape[0]} tokens in one round, max_tokens_per_rank is {cap}")
         buffer = self.shared.take(self.layout)
-        home, hidden, local = self.experts.widen(routing), x_MK.shape[1], self.spec.layout.counts[self.ranks.rank]
+        hidden, local = x_MK.shape[1], self.spec.layout.counts[self.ranks.rank]
         x = library.pad(x_MK, self.hidden)
+        # NOTE: nothing is given back for another step: a CUDA graph goes on to write what was allocated as it was captured.
+        home, _ = self.sender.ready(x, routing)
         received, counts, handle, event, hook = buffer.low_latency_dispatch(
-            x, home.ids_Mt, cap, self.experts.total, use_fp8=self.quantised, **self._timing(beside)
+            x, home.ids_Mt, cap, self.sender.total, use_fp8=self.quantised, **self._timing(beside)
         )
         sent = (x, home)
 
@@ -128,8 +131,8 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         flight: Flight = handle.take(self.book)
         hidden, exact = out_MK.shape[1], out_MK.shape[1] == self.hidden
         y = library.pad(y, self.hidden)
-        if y.shape[0] < self.experts.per_rank:  # this rank holds fewer experts than others: their rows are never read
-            y = torch.cat([y, y.new_empty((self.experts.per_rank - y.shape[0], *y.shape[1:]))])
+        if y.shape[0] < self.sender.per_rank:  # this rank holds fewer experts than others: their rows are never read
+            y = torch.cat([y, y.new_empty((self.sender.per_rank - y.shape[0], *y.shape[1:]))])
         y = y.contiguous()
         combined, event, hook = self.shared.buffer.low_latency_combine(
             y,

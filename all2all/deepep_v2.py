@@ -23,12 +23,12 @@ class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
     capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
     configured = False
 
-    def _send(self, x, wanted, most, beside):
+    def _send(self, sent, most, beside):
         received, ids, weights, handle, done = self.buffer.dispatch(
-            x,
-            topk_idx=wanted.ids_Mt,
-            topk_weights=wanted.weights_Mt,
-            num_experts=self.experts.total,
+            sent.x,
+            topk_idx=sent.ids_Mt,
+            topk_weights=sent.weights_Mt,
+            num_experts=self.sender.total,
             num_max_tokens_per_rank=self.options.max_tokens_per_rank,
             **self._timing(beside),
         )

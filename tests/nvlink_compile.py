@@ -84,8 +84,19 @@ def main() -> None:
                 name = f"{phase} R{ranks} {t.programs}x{t.warps} {t.tile}x{t.block}"
                 made.append(build(name, getattr(nvlink, phase.removesuffix("_fp8")), t.warps, **sizes))
         made.append(build(f"dispatch_wait R{ranks}", nvlink.dispatch_wait, 1, W=ranks))
-    made.append(build("widen", rows.widen, 4, K=8, SHIFT=True, TILE=32))
-    made.append(build("quantise", rows.quantise, 4, {"out": "*fp8e4nv"}, H=7168, BLOCK=1024))
+    more = {"out": "*fp8e4nv", "in_rank": "*i1", "counts": "*i32", "partial": "*i32", "arrived": "*i32"}
+    for ranks in (2, 8):
+        sizes = {
+            "H": 7168,
+            "K": 8,
+            "RANKS": ranks,
+            "EACH": 32,
+            "SHIFT": True,
+            "LAYOUT": True,
+            "TILE": 32,
+            "BLOCK": 1024,
+        }
+        made.append(build(f"ready R{ranks}", rows.ready, 4, more, FP8=True, **sizes))
     print(json.dumps(made))
 
 

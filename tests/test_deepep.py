@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import all2all
 from all2all import deepep_library, deepep_ll, deepep_v2, nvshmem, symmetric
+from all2all.kernels import rows
 from epserve.errors import ConfigError, HandleError, Incompatible, TooLarge
 from epserve.modular_kernel import (
     ExpertLayout,
@@ -22,8 +27,10 @@ from epserve.modular_kernel import (
     QuantConfig,
     RankContext,
     Routing,
+    TopKWeightAndReduceNoOP,
     why_not,
 )
+from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
 from experts.batched_loop import BatchedLoopExperts
 from experts.loop import LoopExperts
 
@@ -31,6 +38,7 @@ from . import fake_deep_ep
 from .cases import CASES, TOLERANCE, make_inputs, reference
 from .ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parent.parent
 EXPERTS = {"deepep_ht": LoopExperts, "deepep_ll": BatchedLoopExperts, "nvshmem": LoopExperts}
 CASE_NAMES = ("bf16", "hidden_360", "bf16_holes", "bf16_repeats", "bf16_silent_owner", "bf16_lopsided", "bf16_rounds",
               "bf16_empty")  # fmt: skip
@@ -158,16 +166,134 @@ def test_a_third_low_latency_result_is_refused():
     assert max(run_ranks(hold_three, 2)) < 1e-2
 
 
-def test_ids_are_widened_spread_and_named_once():
+def odd_batch() -> tuple[LayerSpec, Routing]:
+    """Uneven ranks; an expert twice in a row; a NaN weight where there is no expert; a row that goes nowhere."""
     spec = dataclasses.replace(small_spec(num_experts=5), layout=ExpertLayout(counts=(1, 4)))
     routing = Routing(
         ids_Mt=torch.tensor([[0, 1, 0], [4, -1, 4], [-1, -1, -1]], dtype=torch.int32),
         weights_Mt=torch.tensor([[0.1, 0.2, 0.3], [0.5, float("nan"), 0.25], [float("nan")] * 3]),
     )
-    wide = deepep_library.Experts(spec, torch.device("cpu")).widen(routing)
-    assert wide.ids_Mt.dtype == torch.int64
-    assert wide.ids_Mt.tolist() == [[0, 4, -1], [7, -1, -1], [-1, -1, -1]]
-    torch.testing.assert_close(wide.weights_Mt, torch.tensor([[0.4, 0.2, 0], [0.75, 0, 0], [0, 0, 0]]))
+    return spec, routing
+
+
+def test_ids_are_widened_spread_and_named_once():
+    spec, routing = odd_batch()
+    sender = deepep_library.Sender(spec, torch.device("cpu"), layout=True)
+    sent, _ = sender.ready(torch.ones((3, 256), dtype=torch.bfloat16), routing)
+    assert sent.ids_Mt.dtype == torch.int64
+    assert sent.ids_Mt.tolist() == [[0, 4, -1], [7, -1, -1], [-1, -1, -1]]
+    torch.testing.assert_close(sent.weights_Mt, torch.tensor([[0.4, 0.2, 0], [0.75, 0, 0], [0, 0, 0]]))
+    assert sent.in_rank.tolist() == [[True, True], [False, True], [False, False]]
+    assert sent.per_rank.tolist() == [1, 2] and sent.per_expert.tolist() == [1, 0, 0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_kernel_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/triton_interpreter/check_rows.py"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def librarys_layout(ranks: RankContext) -> None:
+    spec = dataclasses.replace(small_spec(hidden=2048, num_experts=16, top_k=4), device="cuda")
+    manager = all2all.REGISTRY.get("deepep_ht")(ranks)
+    pf = manager.get_handle(spec, PrepareFinalizeOptions(max_tokens_per_rank=4096))
+    for num_tokens in (0, 1, 33, 4096):
+        x, routing = batch(spec, num_tokens, num_tokens + ranks.rank)
+        routing.ids_Mt[torch.rand(routing.ids_Mt.shape) < 0.2] = -1
+        routing = Routing(ids_Mt=routing.ids_Mt.to(ranks.device), weights_Mt=routing.weights_Mt.to(ranks.device))
+        sent, _ = pf.sender.ready(x.to(ranks.device), routing)
+        per_rank, _, per_expert, in_rank, _ = pf.buffer.get_dispatch_layout(sent.ids_Mt, pf.sender.total)
+        assert torch.equal(sent.per_rank, per_rank) and torch.equal(sent.per_expert, per_expert)
+        assert torch.equal(sent.in_rank, in_rank), num_tokens
+    manager.destroy()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_our_layout_is_the_librarys():
+    if missing := all2all.REGISTRY.get("deepep_ht").unavailable():
+        pytest.skip(missing)
+    run_ranks(librarys_layout, 2, device="cuda", timeout=120)
+
+
+class Launches(dict):
+    """In place of the kernel: counts its launches and does its work in torch."""
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, *scratch, **constants):
+        self["ready"] = self.get("ready", 0) + 1
+        with _disable_current_modes():
+            done = deepep_library.widen(Routing(ids_Mt=ids, weights_Mt=weights), shifts)
+            wide.copy_(done[0]), shares.copy_(done[1])
+            where, *sums = deepep_library.lay_out(wide, constants["RANKS"], constants["EACH"])
+            in_rank.copy_(where), counts.copy_(torch.cat(sums))
+            if constants["FP8"]:
+                quantised = quantise_blocks(x)
+                out.copy_(quantised[0]), scales.copy_(quantised[1])
+
+
+def counted(calls: dict, name: str, real):
+    def call(*args, **kwargs):
+        calls[name] = calls.get(name, 0) + 1
+        with _disable_current_modes():
+            return real(*args, **kwargs)
+
+    return call
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def counted_steps(ranks: RankContext, scheme: str):
+    """torch's operations, launches and library calls of each of four steps, as on a GPU, with the right sums."""
+    spec, calls = small_spec(scheme=scheme), Launches()
+    pf = manager_on_cpu("deepep_ht", ranks).get_handle(spec, PrepareFinalizeOptions(max_tokens_per_rank=8))
+    pf.sender.by_kernel, rows.ready = True, calls
+    for name in ("capture", "get_dispatch_layout", "dispatch", "combine"):
+        setattr(pf.buffer, name, counted(calls, name, getattr(pf.buffer, name)))
+    found = []
+    for step, num_tokens in enumerate((5, 5, 5, 3)):
+        x, routing = batch(spec, num_tokens, 10 * step + ranks.rank)
+        out, mode = torch.empty_like(x), Ops()
+        calls.clear()
+        with mode:
+            receive = pf.prepare_no_receive(x, routing, quant=spec.quant, tokens_per_rank=(num_tokens,) * 2)
+            prepared = receive()
+        x_rows = prepared.x if prepared.scales is None else dequantise_blocks(prepared.x, prepared.scales)
+        real = (prepared.routing.ids_Mt >= 0).float() * prepared.routing.weights_Mt.nan_to_num()
+        y = (x_rows.float().nan_to_num() * real.sum(1, keepdim=True)).bfloat16()
+        with mode:
+            pf.finalize_no_wait(prepared.handle, y, reduce=TopKWeightAndReduceNoOP(), out_MK=out)()
+        want = x.float() * routing.weights_Mt.sum(1, keepdim=True)
+        assert (out.float() - want).norm() < 0.05 * want.norm()
+        found.append((mode.seen, dict(calls)))
+    return found
+
+
+@pytest.mark.parametrize(("scheme", "fresh"), [("none", 5), ("fp8_block", 7)])
+def test_what_the_host_does_in_a_high_throughput_step_is_bounded(scheme, fresh):
+    """Every launch costs the host 10 to 80 us, and nothing but the host holds these steps up below 512 tokens. Steps of as many
+    tokens as the one before allocate nothing; others `fresh` tensors, and two views of one of them."""
+    for steps in run_ranks(counted_steps, 2, scheme):
+        for index, (ops, calls) in enumerate(steps):
+            assert calls == {"ready": 1, "dispatch": 1, "combine": 1}
+            work = [op for op in ops if "empty" not in op and "slice" not in op and "alias" not in op]
+            assert work == ["aten._to_copy.default", "aten.copy_.default"]  # ids to int32, the result home
+            repeated = index in (1, 2)
+            allocated = sum("empty" in op for op in ops)
+            assert allocated <= (0 if repeated else fresh + 1) and len(ops) <= (3 if repeated else fresh + 6), ops
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Device code that readies rows and ids for a communication library: one pass over each, instead of a dozen torch calls."""
+"""Device code that readies rows and ids for a communication library: one launch, instead of a dozen torch calls."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def widen(ids, weights, shifts, wide, shares, tokens, K: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr):
+@triton.jit
+def _widen(ids, weights, shifts, wide, shares, t, tokens, K: tl.constexpr, SHIFT: tl.constexpr):
     """int32 ids -> int64, moved by `shifts[id]`; an expert that a token names again becomes -1, its weight is added up."""
-    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.arange(0, triton.next_power_of_2(K))
     cell = t.to(tl.int64)[:, None] * K + k[None, :]
     real = (t < tokens)[:, None] & (k < K)[None, :]
@@ -24,20 +23,69 @@ def widen(ids, weights, shifts, wide, shares, tokens, K: tl.constexpr, SHIFT: tl
         share += tl.where(same, weight[:, None], 0.0)
     if SHIFT:
         e += tl.load(shifts + tl.maximum(e, 0), mask=real & (e >= 0), other=0)
-    tl.store(wide + cell, tl.where(first, e, -1).to(tl.int64), mask=real)
+    e = tl.where(first, e, -1)
+    tl.store(wide + cell, e.to(tl.int64), mask=real)
     tl.store(shares + cell, tl.where(first, share, 0.0), mask=real)
+    return e
 
 
-@triton.jit(do_not_specialize=["rows"])
-def quantise(x, out, scales, rows, H: tl.constexpr, BLOCK: tl.constexpr):
-    """`(rows, H)` -> e4m3 and a float32 scale for each 1x128 block."""
-    groups: tl.constexpr = BLOCK // 128
-    chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    for unit in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
-        row, g = (unit // chunks).to(tl.int64), (unit % chunks) * groups + tl.arange(0, groups)
-        at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-        value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-10) / 448.0
-        value = tl.minimum(tl.maximum(value / scale[:, None], -448.0), 448.0)
-        tl.store(out + row * H + at, value.to(tl.float8e4nv), mask=at < H)
-        tl.store(scales + row * (H // 128) + g, scale, mask=g < H // 128)
+@triton.jit
+def _lay_out(e, in_rank, counts, partial, arrived, tile, tiles, t, tokens, RANKS: tl.constexpr, EACH: tl.constexpr):
+    """Which ranks each token goes to, and how many tokens go to each rank and each expert. Every tile leaves its own sums in
+    `partial`; the one that comes last adds all of them, so nothing has to be zero beforehand."""
+    E: tl.constexpr = RANKS * EACH
+    BINS: tl.constexpr = triton.next_power_of_2(E + 1)
+    ALL: tl.constexpr = triton.next_power_of_2(RANKS + E)
+    ours = partial + tile * (RANKS + E)
+    for rank in tl.static_range(RANKS):
+        here = tl.max(((e >= rank * EACH) & (e < (rank + 1) * EACH)).to(tl.int32), 1)
+        tl.store(in_rank + t.to(tl.int64) * RANKS + rank, here != 0, mask=t < tokens)
+        tl.store(ours + rank, tl.sum(here, 0))
+    bins = tl.arange(0, BINS)
+    flat = tl.reshape(tl.where(e >= 0, e, BINS - 1), [e.shape[0] * e.shape[1]])
+    tl.store(ours + RANKS + bins, tl.histogram(flat, BINS), mask=bins < E)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tiles - 1:
+        j, some = tl.arange(0, ALL), tl.arange(0, 16)
+        total = tl.zeros([ALL], tl.int32)
+        for start in range(0, tiles, 16):
+            at = start + some
+            mask = (at < tiles)[:, None] & (j < RANKS + E)[None, :]
+            part = partial + at[:, None] * (RANKS + E) + j[None, :]
+            total += tl.sum(tl.load(part, mask=mask, other=0, cache_modifier=".cg"), 0)
+        tl.store(counts + j, total, mask=j < RANKS + E)
+        tl.store(arrived, 0)  # ready for the next launch
+
+
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["ids", "weights", "wide", "shares", "in_rank", "counts", "partial"],
+)
+def ready(x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, partial, arrived, tokens,
+          H: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
+          FP8: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The first programs take TILE tokens each: ids and weights (see `_widen`) and, with LAYOUT, where they go. With FP8 the
+    others quantise: x `(tokens, H)` -> e4m3 `out` and a float32 scale for each 1x128 block. EACH: experts of a rank.
+
+    in_rank (tokens, RANKS) bool; counts int32 (RANKS + RANKS * EACH): tokens to each rank, then to each expert; partial as
+    many int32 for each tile; arrived: an int32 that is 0 between launches.
+    """
+    tiles = tl.maximum((tokens + TILE - 1) // TILE, 1)  # one at least: the counts of no tokens are zeros
+    program = tl.program_id(0)
+    if program < tiles:
+        t = program * TILE + tl.arange(0, TILE)
+        e = _widen(ids, weights, shifts, wide, shares, t, tokens, K, SHIFT)
+        if LAYOUT:
+            _lay_out(e, in_rank, counts, partial, arrived, program, tiles, t, tokens, RANKS, EACH)
+    if FP8:
+        groups: tl.constexpr = BLOCK // 128
+        chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+        first = tl.where(program < tiles, tokens * chunks, program - tiles)
+        for unit in range(first, tokens * chunks, tl.maximum(tl.num_programs(0) - tiles, 1)):
+            row, g = tl.full((), 0, tl.int64) + unit // chunks, (unit % chunks) * groups + tl.arange(0, groups)
+            at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+            value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-10) / 448.0
+            value = tl.minimum(tl.maximum(value / scale[:, None], -448.0), 448.0)
+            tl.store(out + row * H + at, value.to(tl.float8e4nv), mask=at < H)
+            tl.store(scales + row * (H // 128) + g, scale, mask=g < H // 128)

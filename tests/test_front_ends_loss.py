@@ -36,10 +36,10 @@ class TestStrangers:
         "said",
         [
             b"GET / HTTP/1.1\r\n\r\n",
-            join_frames.PREFIX.pack(join_frames.MAGIC, 1 << 30),
-            join_frames.PREFIX.pack(join_frames.MAGIC, 2) + b"[]",
-            join_frames.PREFIX.pack(join_frames.MAGIC, 9) + b"\xff" * 9,
-            join_frames.PREFIX.pack(join_frames.MAGIC, 44) + b'{"kind":"hello","version":0,"tensors":[]}   ',
+            join_frames.PREFIX.pack(join_frames.MAGIC, 1 << 30, 0),
+            join_frames.PREFIX.pack(join_frames.MAGIC, 2, 0) + b"[]",
+            join_frames.PREFIX.pack(join_frames.MAGIC, 9, 0) + b"\xff" * 9,
+            join_frames.PREFIX.pack(join_frames.MAGIC, 44, 0) + b'{"kind":"hello","version":0,"tensors":[]}   ',
             b"",
         ],
     )
@@ -72,7 +72,7 @@ class TestStrangers:
             await link.greet(SECRET, joining=True)
             text = json.dumps({"tensors": [["float32", [1, 32]]], **header}).encode()
             await asyncio.get_running_loop().sock_sendall(
-                link._sock, join_frames.PREFIX.pack(join_frames.MAGIC, len(text)) + text + bytes(128)
+                link._sock, join_frames.PREFIX.pack(join_frames.MAGIC, len(text), 0) + text + bytes(128)
             )
             with pytest.raises((join_frames.JoinError, OSError)):
                 await asyncio.wait_for(self.listen(link), 5)

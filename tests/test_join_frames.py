@@ -89,8 +89,9 @@ class TestOrder:
     def test_a_flood_of_small_ones_leaves_large_ones_their_share(self):
         outbox = Outbox()
         outbox.add({"kind": "large"}, [rows(3 * PIECE_BYTES)])
+        small = rows(PIECE_BYTES // 2)
         for _ in range(100):
-            outbox.add({"kind": "small"}, [rows(PIECE_BYTES // 2)])
+            outbox.add({"kind": "small"}, [small])
         found = kinds(outbox)
         first = found.index("piece")
         assert first * PIECE_BYTES // 2 <= SMALL_TURN_BYTES + PIECE_BYTES
@@ -124,7 +125,7 @@ class TestLink:
     async def test_a_small_message_arrives_before_a_large_one_that_was_sent_before_it(self):
         collector = Collector()
         async with pair(collector) as (link, _):
-            link.send({"kind": "large"}, [rows(64 * PIECE_BYTES)])
+            link.send({"kind": "large"}, [rows(12 * PIECE_BYTES)])
             link.send({"kind": "small"}, [rows(8192)])
             await until(lambda: ("arrived", "large") in collector.events)
         assert collector.events == [
@@ -164,7 +165,7 @@ class TestLink:
     async def test_pieces_that_make_no_sense_end_the_connection(self, frame, why):
         collector = Collector()
         async with pair(collector) as (link, reading):
-            for part in [b"EPF1\0\0\0\x3c" + b'{"kind":"a","stream":1,"tensors":[["int32",[65536]]]}'.ljust(60), frame]:
+            for part in [b"EPF2\0\0\0\x3c\0\0\0\1" + b'{"kind":"a","tensors":[["int32",[65536]]]}'.ljust(60), frame]:
                 await asyncio.get_running_loop().sock_sendall(link._sock, part)
             with pytest.raises(JoinError, match=why):
                 await reading
@@ -174,7 +175,7 @@ class TestFrontEnds:
     async def test_large_batches_and_their_results_are_whole_and_take_room_once(self):
         engine = FakeEngine(hidden=HIDDEN)
         async with ordering(engine) as port, joining(port) as one, joining(port) as other:
-            sent = [rows(size) for size in (4096, 9 * PIECE_BYTES, 8192, 30 * PIECE_BYTES, 0, 5 * PIECE_BYTES)]
+            sent = [rows(size) for size in (4096, 4 * PIECE_BYTES, 8192, 7 * PIECE_BYTES, 0, 5 * PIECE_BYTES)]
             calls = [each.forward(batch(x)) for each in (one, other) for x in sent]
             answers = await asyncio.gather(*calls)
             assert all(map(torch.equal, answers, [*sent, *sent]))
@@ -187,7 +188,7 @@ class TestFrontEnds:
             outbox = front_end._link._outbox
             following = outbox.next
             outbox.next = lambda: following() if outbox._small else None  # pieces are held back
-            call = asyncio.ensure_future(front_end.forward(batch(rows(200 * PIECE_BYTES))))
+            call = asyncio.ensure_future(front_end.forward(batch(rows(8 * PIECE_BYTES))))
             await until(lambda: port._held > 0)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):

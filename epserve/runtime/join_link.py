@@ -14,14 +14,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from epserve.errors import ConfigError
 
-from .join_frames import MAGIC, PIECE, PIECE_BYTES, PREFIX, STREAM, Arriving, JoinError, Large, Make, Outbox, described
+from .join_frames import MAGIC, PIECE, PIECE_BYTES, PREFIX, Arriving, JoinError, Large, Make, Outbox, Part, described
 from .joined import made
 
 MAX_HEADER = 16 << 20
@@ -61,6 +62,8 @@ class Link:
         self._more, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
         self._arriving: dict[int, Arriving] = {}
+        self._ahead, self._have = memoryview(bytearray(PREFIX.size)), 0
+        """The next frame's prefix, as far as it is here."""
         self._heard = time.monotonic()
         self._closed = False
         self._max_header = MAX_GREETING  # of strangers
@@ -82,7 +85,6 @@ class Link:
 
     async def write(self) -> None:
         """Sends what `send` has queued, until cancelled or the connection ends."""
-        loop = asyncio.get_running_loop()
         while True:
             parts = self._outbox.next()
             if parts is None:
@@ -90,9 +92,22 @@ class Link:
                 self._more.clear()
                 await self._more.wait()
                 continue
-            for part in parts:
-                await loop.sock_sendall(self._sock, part)
+            await self._send(parts)
             del parts  # while this waits, it would keep the last message's tensors
+
+    async def _send(self, parts: Sequence[Part]) -> None:
+        """All of them, with as few calls of the system as it goes."""
+        views, loop = deque(memoryview(part) for part in parts if len(part)), asyncio.get_running_loop()
+        while views:
+            try:
+                count = self._sock.sendmsg(views)
+            except (BlockingIOError, InterruptedError):
+                await _ready(self._sock, loop.add_writer, loop.remove_writer)
+                continue
+            while views and count >= len(views[0]):
+                count -= len(views.popleft())
+            if count:
+                views[0] = views[0][count:]
 
     async def sent(self) -> None:
         """Until all that is queued is out."""
@@ -110,9 +125,9 @@ class Link:
                     receiver.dropped(each.header)
 
     async def _frame(self, receiver: Receiver) -> None:
-        magic, size = await self._prefix()
+        magic, size, stream = await self._prefix()
         if magic == PIECE:
-            await self._piece(size, receiver)
+            await self._piece(size, stream, receiver)
             return
         header = await self._json(size)
         if header.get("kind") == "dropped":
@@ -126,7 +141,7 @@ class Link:
             return
         make = receiver.arriving(header, sum(nbytes for _, _, nbytes in described_))
         arriving = Arriving(header, described_, make)
-        if (stream := header.get("stream")) is not None:
+        if stream:
             if stream in self._arriving or arriving.complete:
                 raise JoinError(f"stream {stream} is in use, or empty")
             self._arriving[stream] = arriving
@@ -141,14 +156,11 @@ class Link:
         if arriving.wanted:
             receiver.arrived(header, arriving.tensors())
 
-    async def _piece(self, size: int, receiver: Receiver) -> None:
-        number = bytearray(STREAM.size)
-        await self.receive(memoryview(number))
-        (stream,) = STREAM.unpack(number)
+    async def _piece(self, size: int, stream: int, receiver: Receiver) -> None:
         arriving = self._arriving.get(stream)
         if arriving is None or size > PIECE_BYTES:
             raise JoinError(f"a piece of {size} bytes of stream {stream}, which is too large or of no message")
-        await self.receive(arriving.room(size))
+        await self.receive(arriving.room(size), frame_ends=True)
         if arriving.complete:
             del self._arriving[stream]
             if arriving.wanted:
@@ -156,18 +168,18 @@ class Link:
 
     async def header(self) -> dict[str, Any]:
         """The next frame's header, of a frame without payloads. Raises JoinError."""
-        magic, size = await self._prefix()
+        magic, size, _ = await self._prefix()
         if magic != MAGIC:
             raise JoinError(f"not a message: starts with {magic!r}")
         return await self._json(size)
 
-    async def _prefix(self) -> tuple[bytes, int]:
-        prefix = bytearray(PREFIX.size)
-        await self.receive(memoryview(prefix))
-        magic, size = PREFIX.unpack(prefix)
+    async def _prefix(self) -> tuple[bytes, int, int]:
+        await self.receive(self._ahead[self._have :])
+        self._have = 0
+        magic, size, stream = PREFIX.unpack(self._ahead)
         if magic not in (MAGIC, PIECE) or size > self._max_header:
-            raise JoinError(f"not a frame: starts with {bytes(prefix)!r}")
-        return magic, size
+            raise JoinError(f"not a frame: starts with {bytes(self._ahead)!r}")
+        return magic, size, stream
 
     async def _json(self, size: int) -> dict[str, Any]:
         text = bytearray(size)
@@ -180,13 +192,19 @@ class Link:
             raise JoinError("a header without tensors")
         return header
 
-    async def receive(self, view: memoryview) -> None:
+    async def receive(self, view: memoryview, *, frame_ends: bool = False) -> None:
+        """Fills `view`. frame_ends: a prefix follows it, which may be read along."""
         loop = asyncio.get_running_loop()
         while view:
-            count = await loop.sock_recv_into(self._sock, view)
+            try:
+                count, *_ = self._sock.recvmsg_into([view, self._ahead] if frame_ends else [view])
+            except (BlockingIOError, InterruptedError):
+                await _ready(self._sock, loop.add_reader, loop.remove_reader)
+                continue
             if not count:
                 raise JoinError("the other side closed the connection")
             self._heard = time.monotonic()
+            self._have = max(count - len(view), 0)
             view = view[count:]
 
     async def watch(self) -> None:
@@ -239,7 +257,25 @@ class Link:
 
     async def _say(self, header: Mapping[str, Any]) -> None:
         text = json.dumps({**header, "tensors": []}).encode()
-        await asyncio.get_running_loop().sock_sendall(self._sock, PREFIX.pack(MAGIC, len(text)) + text)
+        await asyncio.get_running_loop().sock_sendall(self._sock, PREFIX.pack(MAGIC, len(text), 0) + text)
+
+
+async def _ready(sock: socket.socket, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
+    """Until the socket can be read, or written."""
+    ready = asyncio.get_running_loop().create_future()
+    number = sock.fileno()
+    if number < 0:
+        raise JoinError("the connection is closed")
+    add(number, _set, ready)
+    try:
+        await ready
+    finally:
+        remove(number)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _proof(secret: bytes, challenge: bytes, own: bytes, *, joining: bool) -> str:

@@ -18,8 +18,10 @@ def shared_memory():
     proof = secrets.token_bytes(32)
     path = SHM / f"test-{secrets.token_hex(8)}"
     path.write_bytes(proof.ljust(4096, b"\0"))
-    yield path.name, proof, path
-    path.unlink(missing_ok=True)
+    try:
+        yield path.name, proof, path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def slice_(region: str, offset: int, size: int) -> pb.RegionSlice:
@@ -32,7 +34,7 @@ def held(stub, shm, size=4096, **changes):
 
 
 async def name_of(call) -> str:
-    return (await asyncio.wait_for(call.read(), 5)).region
+    return (await asyncio.wait_for(call.read(), 30)).region
 
 
 def request_in(region: str, x: torch.Tensor, path: Path, at: int = 512, layer: int = 1, **more) -> pb.ForwardRequest:

@@ -21,7 +21,7 @@ from tests.hosts import Hosts, fake_hosts, why_not
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs here"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1500),
 ]
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -84,7 +84,7 @@ def cluster_file(hosts: Hosts, model: Path, name: str, change=lambda data: None)
     data["setup_commands"] = [
         "chmod 600 ~/.ray/auth_token", f"grep -q RAY_AUTH_MODE ~/.bashrc 2> /dev/null || echo '{export}' >> ~/.bashrc"
     ]  # fmt: skip
-    data["metadata"]["epserve"] = {"service": f"{name}.service.yaml", "join_timeout_s": 240, "min_free_disk_gib": 0.1}
+    data["metadata"]["epserve"] = {"service": f"{name}.service.yaml", "join_timeout_s": 420, "min_free_disk_gib": 0.1}
     change(data)
     service = {
         "model": {"path": str(model)},
@@ -97,6 +97,16 @@ def cluster_file(hosts: Hosts, model: Path, name: str, change=lambda data: None)
     path = hosts.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
+
+
+def cluster_up(hosts: Hosts, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Where it fails, with what the autoscaler on the head says of it."""
+    try:
+        return hosts.epserve("cluster", "up", *options, str(file), timeout=700)
+    except AssertionError as error:
+        for log in sorted((hosts.folder / "host0" / "ray").glob("session_2*/logs/monitor.*")):
+            error.add_note(f"{log.name}:\n{log.read_text()[-4000:]}")
+        raise
 
 
 def refused(hosts: Hosts, file: Path) -> str:
@@ -171,7 +181,7 @@ def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(h
 
     took = {}
     start = time.monotonic()
-    up = hosts.epserve("cluster", "up", str(file), timeout=420)
+    up = cluster_up(hosts, file)
     assert "3 nodes joined" in up.stdout and "ready: grpc on 10.88.0.10:50051" in up.stdout
     ask(60)
     took["first answer"] = time.monotonic() - start
@@ -181,7 +191,7 @@ def test_three_hosts_from_nothing_to_an_answer_a_cut_cable_and_back_to_nothing(h
     assert before["good"] and [node["alive"] for node in before["nodes"].values()] == [True] * 3
     for number in range(3):
         ranks = [line for line in hosts.processes(number) if "RankActor" in line]
-        assert len(ranks) == 1, f"host {number} runs {ranks}"
+        assert len(ranks) in (1, 2), f"host {number} runs {ranks}"  # a rank, and a standby once that has started
 
     ssh = (
         "ssh",
@@ -225,11 +235,11 @@ def test_plain_ssh_starts_what_ray_up_starts_and_only_what_is_missing(hosts, mod
         data["metadata"]["epserve"].pop("service")
 
     file = cluster_file(hosts, model, "direct", change)
-    first = hosts.epserve("cluster", "up", "--direct", str(file), timeout=300)
+    first = cluster_up(hosts, file, "--direct")
     assert "3 nodes joined" in first.stdout and "ray up" not in first.stdout
     gcs = [line for line in hosts.processes(0) if "gcs_server" in line]
     hosts.inside(1, "pkill", "-KILL", "raylet")
-    hosts.epserve("cluster", "up", "--direct", str(file), timeout=300)
+    cluster_up(hosts, file, "--direct")
     assert [line for line in hosts.processes(0) if "gcs_server" in line] == gcs, "the head was left alone"
     assert hosts.epserve("cluster", "status", str(file), timeout=200).returncode == 0
     hosts.epserve("cluster", "down", str(file), timeout=200)

@@ -9,6 +9,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import grpc
 import pytest
 import torch
 
@@ -17,11 +18,14 @@ from epserve.config import ServerConfig, parse_config
 from epserve.errors import NotReady
 from epserve.front_ends import FrontEnds
 from epserve.runtime.join_port import JoinPort
+from epserve.runtime.peers import Peers
+from epserve.serving import epserve_pb2_grpc as pb_grpc
 from tests.checkpoints import write
-from tests.fake_engine import FakeEngine, LocalExperts
+from tests.fake_engine import FakeEngine, LocalExperts, serving
 from tests.front_ends import ONCE, SECRET, front_end_processes, ordering, ready, spawn
-from tests.grpc_calls import until
+from tests.grpc_calls import connect, tensor_of, until
 from tests.observed import WatchedEngine, fetch
+from tests.region_calls import held, name_of, request_in, shared_memory
 from tests.test_metrics import values
 
 
@@ -71,6 +75,22 @@ class TestProcesses:
             processes[1].send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(processes[1].wait(), 60) == 0
             await until(lambda: port.front_ends == 0, 60)
+
+    @pytest.mark.slow
+    async def test_a_region_that_one_process_registers_is_known_to_another_and_goes_with_the_first(self, tmp_path):
+        x, peers, engine = torch.randn(4, 32), Peers(), FakeEngine()
+        async with ordering(engine, peers=peers) as port, serving(engine, peers=peers) as server:  # noqa: SIM117
+            async with front_end_processes(port, tmp_path, 1) as ((process,), (facts,)):
+                there = grpc.aio.insecure_channel(f"127.0.0.1:{facts['port']}")
+                with shared_memory() as shm:
+                    region = await name_of(held(pb_grpc.ExpertsStub(there), shm))
+                    request = request_in(region, x, shm[2])
+                    shm[2].unlink()  # what is left is the descriptor of the other process, and ours of that
+                    async with connect(server) as here:
+                        assert torch.equal(tensor_of(await pb_grpc.ExpertsStub(here).Forward(request)), x)
+                    process.kill()
+                    await until(lambda: not len(server._calls.regions))
+                await there.close()
 
     @pytest.mark.slow
     async def test_it_drains_says_why_it_cannot_join_and_ends_when_the_service_is_another_one(self, tmp_path):

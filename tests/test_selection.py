@@ -5,8 +5,8 @@ change.
 import json
 import logging
 import multiprocessing
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from epserve.modular_kernel import (
     Prepared,
     Routing,
     Workspaces,
+    selection,
 )
 from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, bucket_of, example_batch
 from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
@@ -195,7 +196,7 @@ def test_writers_of_one_file_lose_nothing(tmp_path):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(200)
         assert writer.exitcode == 0
     assert len(json.loads(path.read_text())) == 40
 
@@ -285,26 +286,40 @@ def test_the_first_candidate_and_those_set_by_hand_must_work():
         MeasuredExperts(SPEC, candidates, measuring=by_hand).warm_up(weights(), 4)
 
 
+class Spent:
+    """A clock that only the experts below move: what a starved machine does meanwhile counts nowhere."""
+
+    now = 0.0
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(Spent, "now", 0.0)
+        monkeypatch.setattr(selection, "time", SimpleNamespace(perf_counter=lambda: Spent.now))
+
+
+@pytest.fixture
+def spent(monkeypatch):
+    return Spent(monkeypatch)
+
+
 class SlowExperts(GroupedMMExperts):
     """A millisecond a row."""
 
     def apply(self, output, prepared, *, weights, workspace):
-        time.sleep(1e-3 * prepared.x.shape[0])
+        Spent.now += 1e-3 * prepared.x.shape[0]
         return super().apply(output, prepared, weights=weights, workspace=workspace)
 
 
-def test_the_budget_ends_the_timing(tmp_path):
-    """Both need 1, 4, 16, 64 ms a run and more: a tenth of a second ends before 64 rows."""
+def test_the_budget_ends_the_timing(tmp_path, spent):
+    """Both need 1, 4, 16 ms a run and more: a tenth of a second ends before 16 rows."""
 
     def slow(budget_s):
         measuring = Measuring(budget_s=budget_s, cache=tmp_path / "times.json")
         return MeasuredExperts(SPEC, {"a": SlowExperts(SPEC), "b": SlowExperts(SPEC)}, measuring=measuring)
 
-    experts, begin = slow(0.1), time.monotonic()
+    experts = slow(0.1)
     experts.warm_up(weights(), 4096)
-    assert time.monotonic() - begin < 2
-    rows = [choice.rows for choice in experts.choices()]
-    assert 1 in rows and max(rows) < 64 and experts.choice(4096) == experts.choice(max(rows))
+    assert [choice.rows for choice in experts.choices()] == [1, 4] and experts.choice(4096) == experts.choice(4)
+    assert Spent.now < 0.1
     assert any("rows and more: as for fewer; 0.1 s were spent on timing" in line for line in experts.explain())
     again = slow(0.1)
     again._measure = lambda *_: pytest.fail("what was too long before is tried again")
@@ -328,7 +343,7 @@ def test_candidates_that_do_not_fit_together_are_refused():
 
 class SlowBatched(BatchedMMExperts):
     def apply(self, output, prepared, *, weights, workspace):
-        time.sleep(0.02)
+        Spent.now += 0.02
         return super().apply(output, prepared, weights=weights, workspace=workspace)
 
 
@@ -338,7 +353,7 @@ class WrongBatched(BatchedMMExperts):
 
 
 @pytest.mark.parametrize("slow", ["batched_loop", "batched_mm"])
-def test_batched_format_has_one_choice_for_all(tmp_path, slow):
+def test_batched_format_has_one_choice_for_all(tmp_path, slow, spent):
     def make():
         candidates = {"batched_loop": BatchedLoopExperts(SPEC), "batched_mm": BatchedMMExperts(SPEC)}
         candidates[slow] = SlowBatched(SPEC)
@@ -368,7 +383,7 @@ def test_batched_format_has_one_choice_for_all(tmp_path, slow):
         torch.testing.assert_close(got[expert, :count], want, rtol=1e-4, atol=1e-3)
 
 
-def test_whole_blocks_that_might_take_too_long_are_not_tried():
+def test_whole_blocks_that_might_take_too_long_are_not_tried(spent):
     candidates = {"batched_loop": SlowBatched(SPEC), "batched_mm": WrongBatched(SPEC)}
     experts = MeasuredBatchedExperts(SPEC, candidates, measuring=Measuring(budget_s=1.0))
     experts.warm_up(weights(), 4000)  # 20 ms for 500 filled rows: 4,000 might take 0.16 s

@@ -132,6 +132,24 @@ class TestLink:
             ("arriving", "large"), ("arriving", "small"), ("arrived", "small"), ("arrived", "large"),
         ]  # fmt: skip
 
+    async def test_a_small_message_that_comes_while_a_large_one_goes_out_does_not_wait_for_its_end(self):
+        """Also over a socket that takes all that it is given, so that nothing ever waits."""
+        async with pair(Collector()) as (link, _):
+            sent: list[bytes] = []
+
+            async def send(parts):
+                sent.append(bytes(parts[0][:4]) if b"small" not in bytes(parts[0]) else b"small")
+
+            link._send = send
+            link.send({"kind": "large"}, [rows(8 * PIECE_BYTES)])
+            while len(sent) < 2:
+                await asyncio.sleep(0)
+            link.send({"kind": "small"})
+            await link.sent()
+        assert sent[0] == b"EPF2"
+        assert sent.index(b"small") <= 4
+        assert sent.count(b"EPFp") == 8
+
     async def test_what_finds_no_room_is_passed_over_and_what_is_dropped_is_told(self):
         collector = Collector(refuse=("no room",))
         async with pair(collector) as (link, _):

@@ -86,6 +86,11 @@ class Outbox:
                 self._large.remove(large)
             self.add({"kind": "dropped", "stream": large.stream})
 
+    @property
+    def in_pieces(self) -> bool:
+        """A large message is on its way."""
+        return bool(self._large)
+
     def next(self) -> list[Part] | None:
         """Parts of one frame, one after the other; None: there is nothing now."""
         if self._small and (not self._large or self._since_piece < SMALL_TURN_BYTES):

@@ -94,6 +94,8 @@ class Link:
                 continue
             await self._send(parts)
             del parts  # while this waits, it would keep the last message's tensors
+            if self._outbox.in_pieces:
+                await asyncio.sleep(0)  # a socket that takes it all would keep others from adding small ones
 
     async def _send(self, parts: Sequence[Part]) -> None:
         """All of them, with as few calls of the system as it goes."""
@@ -165,6 +167,7 @@ class Link:
             del self._arriving[stream]
             if arriving.wanted:
                 receiver.arrived(arriving.header, arriving.tensors())
+        await asyncio.sleep(0)  # what small messages have begun goes on, also where pieces come without a pause
 
     async def header(self) -> dict[str, Any]:
         """The next frame's header, of a frame without payloads. Raises JoinError."""

@@ -3,7 +3,9 @@ the real ones."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ from epserve.backend_choice import choose_backends
 from epserve.errors import ConfigError, Incompatible
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
-from epserve.modular_kernel.graphs import StaticBatch, StepGraphs, why_no_graphs
+from epserve.modular_kernel.graphs import StaticBatch, StepGraphs, TorchCapture, why_no_graphs
 from epserve.placement import Placement
 from epserve.step import StepPlan
 from epserve.worker import Worker
@@ -25,13 +27,19 @@ from .ranks import run_ranks
 from .test_worker import make_config, tokens
 
 
-class Recorded(StepGraphs):
-    """Replays by running again, on the same static tensors."""
+class RunsAgain:
+    """In place of a capture: replays by running again, on the same static tensors."""
 
-    device_type = "cpu"
+    def new_pool(self):
+        return object()
 
-    def _record(self, run):
+    def record(self, pool, run):
         return type("Recording", (), {"replay": staticmethod(run)})()
+
+
+class Recorded(StepGraphs):
+    device_type = "cpu"
+    capture_type = RunsAgain
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +64,133 @@ def test_the_busiest_rank_decides_the_bucket(counts, bucket):
     assert graphs.bucket(counts) == graphs.bucket(tuple(reversed(counts))) == bucket
 
 
-def test_the_pool_of_graphs_that_are_all_gone_is_not_used_again(monkeypatch):
-    """torch refuses a pool that no graph holds any more."""
-    handles, used = iter(range(9)), []
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, pool, **other: used.append(pool) or nullcontext())
+class Allocator:
+    """The rules of torch's allocator for the memory of graphs: `create_or_incref_pool`, `beginAllocateToPool`, `releasePool`."""
 
-    class OnCpu(StepGraphs):
-        device_type = "cpu"
+    def __init__(self):
+        self.users, self.open, self.pools, self.refuses_to_end = {}, set(), 0, False
 
-    graphs = OnCpu(lambda x_MK, *args, **kwargs: x_MK, RankContext(), CASES["plain"].spec(1), (1, 2))
-    for key in ("a", "b"):
-        graphs.capture(key, None, None)
-    graphs.drop("a")
-    graphs.capture("c", None, None)
-    graphs.drop("b")
-    graphs.drop("c")
-    graphs.capture("d", None, None)
-    assert used == [0] * 6 + [1] * 2
+    def new_pool(self):
+        self.pools += 1
+        return self.pools
+
+    def record(self, pool, run):
+        if pool in self.open:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if pool in self.users and self.users[pool] == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.users[pool] = self.users.get(pool, 0) + 1
+        self.open.add(pool)
+        try:
+            run()
+        except BaseException:
+            if self.refuses_to_end:  # and stays open
+                raise RuntimeError("operation failed due to a previous error during capture") from None
+            self.open.remove(pool)
+            self._release(pool)
+            raise
+        self.open.remove(pool)
+        graph = type("Graph", (), {"replay": staticmethod(run)})()
+        weakref.finalize(graph, self._release, pool)
+        return graph
+
+    def _release(self, pool):
+        self.users[pool] -= 1
+
+
+class OnCpu(StepGraphs):
+    device_type = "cpu"
+    capture_type = Allocator
+
+
+def on_cpu(forward=lambda x_MK, *args, **kwargs: x_MK) -> tuple[OnCpu, Allocator]:
+    graphs = OnCpu(forward, RankContext(), CASES["plain"].spec(1), (1, 2))
+    return graphs, graphs._graphs._capture
+
+
+def test_a_pool_lives_as_long_as_its_graphs():
+    """Twenty orders of capturing and dropping: never a pool that the allocator refuses, never a second one without need."""
+    for seed in range(20):
+        same, (graphs, allocator) = random.Random(seed), on_cpu()
+        held: set[int] = set()
+        emptied = 0
+        for key in range(30):
+            graphs.capture(key, None, None)
+            held.add(key)
+            for gone in same.sample(sorted(held), same.randrange(len(held) + 1)):
+                graphs.drop(gone)
+                held.remove(gone)
+            emptied += not held
+            assert graphs.weight_keys() == held and len(graphs) == 2 * len(held)
+            assert sum(allocator.users.values()) == len(graphs)
+        assert allocator.pools <= emptied + 1
+    graphs.drop("unknown")
+
+
+def test_after_a_failed_capture_nothing_is_left_and_the_next_one_begins_anew():
+    """The first error is the one that is raised; what ending the broken capture raised stands in its notes."""
+    broken = []
+
+    def forward(x_MK, *args, **kwargs):
+        if broken and x_MK.shape[0] == 2:  # the second bucket: one graph of this key is there by then
+            raise broken[0]
+        return x_MK
+
+    graphs, allocator = on_cpu(forward)
+    graphs.capture("a", None, None)
+    for refuses_to_end in (False, True):
+        broken.append(ConfigError("a dispatch waits on the host"))
+        allocator.refuses_to_end = refuses_to_end
+        with pytest.raises(ConfigError, match="waits on the host") as caught:
+            graphs.capture("b", None, None)
+        notes = getattr(caught.value, "__notes__", [])
+        assert bool(notes) == refuses_to_end and all("previous error during capture" in note for note in notes)
+        assert len(graphs) == 0 and graphs.weight_keys() == set() and not graphs.has("a", False, 1)
+        broken.clear()
+        allocator.refuses_to_end = False
+        graphs.capture("a", None, None)
+        assert graphs.has("a", False, 1) and graphs.has("a", False, 2)
+
+
+@pytest.mark.parametrize("at", ["begin", "run", "end"])
+def test_a_capture_that_fails_gives_the_stream_back(monkeypatch, at):
+    """torch.cuda.graph makes a stream current, and keeps it so where its own begin or end raises."""
+    current = ["caller's"]
+
+    @contextmanager
+    def stream(which):
+        before, current[0] = current[0], which
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Graph:
+        def __init__(self, graph, *, pool, capture_error_mode):
+            assert (pool, capture_error_mode) == ("pool", "thread_local")
+
+        def __enter__(self):
+            current[0] = "capture's"
+            if at == "begin":
+                raise RuntimeError("begin")
+
+        def __exit__(self, *error):
+            if at != "run":
+                raise RuntimeError("end")
+            current[0] = "caller's"
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    for name, value in (("stream", stream), ("graph", Graph), ("CUDAGraph", object)):
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def run():
+        assert current == ["capture's"]
+        if at == "run":
+            raise RuntimeError("run")
+
+    with pytest.raises(RuntimeError, match=at):
+        TorchCapture().record("pool", run)
+    assert current == ["caller's"]
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 1), (8, 1), (1, 1)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,10 +54,87 @@ class StaticBatch:
         self.routing.weights_Mt[:count] = routing.weights_Mt
 
 
+class TorchCapture:
+    """What `GraphPool` asks of torch. Tests have another one."""
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, pool: Any, run: Callable[[], None]) -> Any:
+        """Something whose `replay()` does on the device what `run` launches."""
+        graph = torch.cuda.CUDAGraph()
+        # The outer one: torch.cuda.graph leaves its own stream current where it cannot begin or end.
+        # "thread_local": other threads of this process may allocate meanwhile.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            run()
+        return graph
+
+
+class GraphPool:
+    """Graphs that share memory, and the only owner of both: they replay one at a time, and what they leave lies outside.
+
+    Two rules of torch's allocator stand behind it. A pool whose graphs are all gone is closed and refused ("use_count > 0"),
+    so the first graph after that gets another pool. A capture that cannot be ended stays open in its pool, which then takes
+    no other: after any failure every graph of the pool is dropped, and the next capture begins anew.
+    """
+
+    def __init__(self, capture: Any):
+        self._capture, self._pool = capture, None
+        self._graphs: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._graphs)
+
+    def record(self, key: Hashable, run: Callable[[], None]) -> None:
+        """Raises what `run` raised first, if it did: ending a capture that is broken raises something else, which is noted."""
+        first: list[BaseException] = []
+
+        def watched() -> None:
+            try:
+                run()
+            except BaseException as error:
+                first.append(error)
+                raise
+
+        if self._pool is None:
+            self._pool = self._capture.new_pool()
+        try:
+            self._graphs[key] = self._capture.record(self._pool, watched)
+        except BaseException as error:
+            self.clear()
+            if first and error is not first[0]:
+                first[0].add_note(f"then the capture could not be ended: {type(error).__name__}: {error}")
+                raise first[0] from None
+            raise
+
+    def replay(self, key: Hashable) -> None:
+        self._graphs[key].replay()
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            del self._graphs[key]
+        if not self._graphs:
+            self._pool = None
+
+    def clear(self) -> None:
+        self.drop(list(self._graphs))
+        self._pool = None
+
+
 class StepGraphs:
     """Of one kernel. Not collective by itself: ranks capture alike because they are configured alike."""
 
     device_type = "cuda"
+    capture_type: Callable[[], Any] = TorchCapture
 
     def __init__(self, forward: Forward, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
         """buckets: tokens of the busiest rank, ascending. Raises ConfigError where graphs cannot be."""
@@ -67,8 +144,8 @@ class StepGraphs:
             raise ConfigError(f"buckets of CUDA graphs must be positive, ascending and distinct, got {tuple(buckets)}")
         self.forward, self.ranks, self.spec, self.buckets = forward, ranks, spec, tuple(buckets)
         self._batches: dict[int, StaticBatch] = {}
-        self._graphs: dict[tuple[Hashable, bool, int], Any] = {}
-        self._pool: Any = None
+        self._graphs = GraphPool(self.capture_type())
+        """Keys: (of the weights, with a shared expert, bucket)."""
         self.replays = 0
 
     def bucket(self, tokens_per_rank: Sequence[int]) -> int | None:
@@ -94,27 +171,16 @@ class StepGraphs:
     def capture(self, key: Hashable, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
         """One graph a bucket for these weights, which must stay where they are as long as `key` is replayed.
 
-        key: of the weights (a layer and the version of its placement). Nothing runs, so no other rank is needed.
+        key: of the weights (a layer and the version of its placement). Nothing runs, so no other rank is needed. When one
+        fails, no graph of any key is left: this rank must not step on, since the others would replay what it lacks.
         """
         for bucket in self.buckets:
             batch = self._batch(bucket)
-            graph = self._record(partial(self._run, batch, weights, shared_experts))
-            self._graphs[key, shared_experts is not None, bucket] = graph
-
-    def _record(self, run: Callable[[], None]) -> Any:
-        """Something whose `replay()` does on the device what `run` launches."""
-        graph = torch.cuda.CUDAGraph()
-        if not self._graphs:  # the pool of graphs that are all gone is closed, and torch refuses it
-            self._pool = torch.cuda.graph_pool_handle()
-        # One pool for all: graphs replay one at a time, and what they leave lies in `out_MK`, outside of it.
-        # "thread_local": other threads of this process may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        return graph
+            known = (key, shared_experts is not None, bucket)
+            self._graphs.record(known, partial(self._run, batch, weights, shared_experts))
 
     def drop(self, key: Hashable) -> None:
-        for known in [known for known in self._graphs if known[0] == key]:
-            del self._graphs[known]
+        self._graphs.drop([known for known in self._graphs if known[0] == key])
 
     def weight_keys(self) -> set[Hashable]:
         return {known[0] for known in self._graphs}
@@ -123,7 +189,7 @@ class StepGraphs:
         """`(M, K)` of this rank's own rows, in fresh memory. Collective."""
         batch = self._batch(bucket)
         batch.fill(x_MK, routing)
-        self._graphs[key, shared, bucket].replay()
+        self._graphs.replay((key, shared, bucket))
         self.replays += 1
         return batch.out_MK[: x_MK.shape[0]].clone()
 

@@ -63,7 +63,7 @@ class Outbox:
     def __init__(self) -> None:
         self._small: deque[tuple[list[Part], Large | None]] = deque()
         self._large: deque[Large] = deque()  # whose headers are out
-        self._streams = itertools.count(1)
+        self._streams = itertools.cycle(range(1, 1 << 32))  # 0 is none
         self._since_piece = 0
 
     def add(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Large | None:

@@ -23,6 +23,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
     selection,
+    times_cache,
 )
 from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, bucket_of, example_batch
 from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
@@ -186,6 +187,9 @@ def test_a_file_that_may_not_be_looked_at_and_no_home(tmp_path, monkeypatch, cap
 
 
 def _write_many(path: Path, name: str) -> None:
+    times_cache.LOCK_S = (
+        200  # in a process of its own; whoever does not get the lock within the usual 2 s loses an entry
+    )
     for index in range(20):
         TimesCache(path, f"{name}{index}").write({1: {name: 1.0}})
 

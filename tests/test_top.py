@@ -181,13 +181,13 @@ async def test_it_lives_in_a_terminal_until_ctrl_c_and_sees_the_service_go():
             command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
         )
         try:
-            seen = await asyncio.to_thread(read_until, screen, "SERVING", 60)
+            seen = await asyncio.to_thread(read_until, screen, "SERVING", 120)
             assert "\x1b[?1049h" in seen  # its own screen: the shell's stays as it was
             await server.stop()
             await asyncio.to_thread(read_until, screen, "no answer", 60)
             process.send_signal(signal.SIGINT)
-            await asyncio.to_thread(read_until, screen, "\x1b[?1049l", 20)
-            assert await asyncio.to_thread(process.wait, 20) == 130
+            await asyncio.to_thread(read_until, screen, "\x1b[?1049l", 60)
+            assert await asyncio.to_thread(process.wait, 60) == 130
         finally:
             process.kill()
             process.wait()

@@ -1,6 +1,5 @@
 """Faults at random moments under load, and every answer compared with the reference.
 
-    python -m benchmarks.chaos --faults 100 --out benchmarks/results/chaos.json
     python -m benchmarks.chaos --faults 500 --dense --heartbeat 1 --limit 2400 --out benchmarks/results/chaos_500.json
 
 Kinds: kill (SIGKILL of a rank), pair (two at once), stop (SIGSTOP for good), slow (SIGSTOP for less than a heartbeat),

@@ -55,6 +55,22 @@ def test_the_shipped_files_notice_a_dead_node_within_ten_seconds_and_ask_for_a_t
     assert text.count("epserve.cluster.node network") == 2, "head and workers bind gloo and NCCL to the right interface"
 
 
+@pytest.mark.parametrize("name", ["local", "aws", "gcp"])
+@pytest.mark.parametrize("good", [1, 2, 3])
+def test_a_worker_whose_ray_is_slow_to_start_is_started_once_more(tmp_path, name, good):
+    """`good`: the first start that succeeds. Ray's autoscaler gives a worker up after one."""
+    ray, python = tmp_path / "ray", tmp_path / "python3"
+    ray.write_text(f"#!/bin/sh\necho $1 >> $0.calls\n[ $1 = stop ] || [ $(grep -c start $0.calls) -ge {good} ]\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for script in (ray, python):
+        script.chmod(0o755)
+    command = yaml.safe_load((DEPLOY / f"ray-{name}.yaml").read_text())["worker_start_ray_commands"][-1]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HEAD_IP": "127.0.0.77"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (good <= 2), done.stdout + done.stderr
+    assert (tmp_path / "ray.calls").read_text().count("start") == min(good, 2)
+
+
 WRONG = [
     (lambda d: d.update(colour=1), "colour"),  # Ray's schema refuses unknown keys
     (lambda d: d["provider"].update(worker_ips=["10.88.0.11", "10.88.0.11"]), "10.88.0.11 is listed twice"),

@@ -113,6 +113,15 @@ class Heap:
         self.slots = tuple(self._slot(index, spec, options) for index in range(self.layout.num_slots))
         self._free = list(reversed(self.slots))
         self._last_use: dict[int, tuple[torch.cuda.Stream, bool]] = {}
+        # Made now: a process's first stream, and pinned memory, may come only when the device is idle, and `interrupt` runs
+        # while it is not. Of the pool for high priority, where no stream waits for the one that computes.
+        self._rescue = torch.cuda.Stream(ranks.device, priority=-1) if cuda else None
+        self._futures = [
+            torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            for slot in self.slots
+            for flags in slot.flags
+            if cuda
+        ]
 
     def _slot(self, index: int, spec: LayerSpec, options: PrepareFinalizeOptions) -> Slot:
         layout, device, shape = self.layout, self.ranks.device, spec.shape
@@ -197,14 +206,18 @@ class Heap:
         may still write its flag over ours, and then needs no help.
         """
         self.status[0] = INTERRUPTED  # before anything that was waited for can be taken for a result
-        if self.ranks.device.type != "cuda":
-            for flags in (flags for slot in self.slots for flags in slot.flags):
+        every = [flags for slot in self.slots for flags in slot.flags]
+        if self._rescue is None:
+            for flags in every:
                 flags.copy_(flags + FUTURE)
             return
-        with torch.cuda.device(self.ranks.device), torch.cuda.stream(torch.cuda.Stream(self.ranks.device)):
-            for flags in (flags for slot in self.slots for flags in slot.flags):
-                flags.copy_((flags.cpu() + FUTURE).pin_memory(), non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+        with torch.cuda.device(self.ranks.device), torch.cuda.stream(self._rescue):
+            for flags, future in zip(every, self._futures, strict=True):
+                future.copy_(flags, non_blocking=True)
+            self._rescue.synchronize()
+            for flags, future in zip(every, self._futures, strict=True):
+                flags.copy_(future.add_(FUTURE), non_blocking=True)
+            self._rescue.synchronize()
 
     def close(self, *, collective: bool) -> None:
         self.region.release(collective)

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -400,8 +401,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=0, help="replays of a CUDA graph, instead of random steps")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU, which they share by turns")
     parser.add_argument("--provider", choices=tuple(PROVIDERS))
-    parser.add_argument("--meet", required=True, help="a path that does not exist, where the ranks find each other")
-    return parser.parse_args()
+    parser.add_argument("--meet", help="a path that does not exist, where the ranks find each other")
+    args = parser.parse_args()
+    args.meet = args.meet or str(Path(tempfile.mkdtemp(prefix="nvlink_stress")) / "meet")
+    return args
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ SPOILT = (
     "illegal memory access",
     "uncorrectable ecc",
     "cublas_status",
+    "did not let go of its process group",
 )
 
 

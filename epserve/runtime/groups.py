@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import socket
 import struct
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
+LEAVE_TIMEOUT_S = 5.0  # tenths of a second; a library that hangs in it does not come back
+_leaving = threading.Lock()  # torch has one default group for each process, and two threads may want to end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device,
     if interface:
         # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+    # Torch otherwise ends this process when its watchdog sees that another rank is gone. The supervisor decides that.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
     dist.init_process_group(
@@ -57,6 +63,24 @@ def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device,
         device_id=device if device.type == "cuda" else None,
     )
     return dist.group.WORLD
+
+
+def leave(device: torch.device) -> None:
+    """Let go of the process group, where there is one, without waiting for anybody. From any thread."""
+    if not _leaving.acquire(timeout=LEAVE_TIMEOUT_S):
+        raise RuntimeError(f"this rank did not let go of its process group within {LEAVE_TIMEOUT_S:g} s")
+    try:
+        if not dist.is_initialized():
+            return
+        if device.type == "cuda":
+            # NCCL's kernels wait on the device for a rank that is gone, and an orderly end would wait for them.
+            # NOTE: what is aborted ends as if all were well, with whatever is in its buffers.
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+        gc.collect()  # the connections close with the last reference, which may be in a cycle
+    finally:
+        _leaving.release()
 
 
 def hang_up(addresses: Collection[str]) -> int:

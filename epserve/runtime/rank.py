@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 
 from epserve import allocator, logs, rank_plan
 from epserve.backend_choice import Chosen
@@ -57,6 +56,7 @@ class RankActor:
         self._server: StepServer | None = None
         self._experts: ExpertServer | None = None
         self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
+        self._aborted = -1  # the last one whose operations were ended from outside
         self._step, self._step_start = -1, 0.0
         self._busy = threading.Lock()
         self._before_me: RankFacts | None = None
@@ -105,6 +105,7 @@ class RankActor:
         """
         if self._newest > generation:
             return
+        self._aborted = generation  # first: what such an operation leaves behind must not be taken for a result
         hang_up(unreachable)
         if self._worker is not None:
             try:
@@ -112,8 +113,8 @@ class RankActor:
             except Exception:
                 # Then their own deadline ends the waits; what this thread must still do comes next.
                 log.exception("rank %d: ending the device's waits", self._rank)
-        if self._device_kind == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        if self._device.type == "cuda":
+            groups.leave(self._device)
 
     def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
         """All that costs time and needs neither device nor weights: imports. Which GPU it will be is not known yet."""
@@ -281,9 +282,7 @@ class RankActor:
         self._generation = -1
         if self._worker is not None:
             self._worker.leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            gc.collect()  # the connections close with the last reference, which may be in a cycle
+        groups.leave(self._device)
 
     def _poison(self) -> None:
         """After a failure the group goes first, so that peers fail at once instead of waiting for this rank."""
@@ -340,6 +339,8 @@ class RankActor:
         self._step_start, self._step = time.monotonic(), plan.step
         y_MK = _to_host(self._worker.step(plan, tensors[0], ids_Mt, weights_Mt), out)
         self._worker.check()  # the copy to the CPU has waited for the device
+        if self._aborted >= header["generation"]:
+            raise ConnectionResetError("connection reset: another rank is gone, the operations of this step were ended")
         told: dict[str, Any] = {"phases": self._worker.clock.seconds()}
         if self._worker.left_out:
             told["left_out"] = list(self._worker.left_out.items())

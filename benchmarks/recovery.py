@@ -154,6 +154,11 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
     backends = engine.status().backends
     try:
         bench = Bench(engine, path, args.tokens, notes)
+        await bench.until(bench.whole)
+        memory = {
+            "rank": _memory_mib(engine._pool.members), "spare": _memory_mib(engine._pool.spares._ready),
+            "standby": _memory_mib([each for some in engine._pool.standbys._ready.values() for each in some]),
+        }  # fmt: skip
         for kind in args.faults:
             for number in range(args.cold_repeats if kind == "cold" else args.repeats):
                 each.append(await bench.fault(kind, number))
@@ -163,11 +168,20 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
     return {
         "config": config["engine"] | config["scheduler"], "backends": backends,
         "model": {name: getattr(args, name) for name in ("hidden", "intermediate", "num_experts", "dtype")},
-        "tokens": args.tokens, "refused": bench.refused, "cpus": os.cpu_count(),
+        "memory_mib": memory, "tokens": args.tokens, "refused": bench.refused, "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name(0) if args.device == "cuda" and torch.cuda.is_available() else "",
         "summary": {kind: summary([one for one in each if one["fault"] == kind], args.heartbeat) for kind in args.faults},
         "each": each,
     }  # fmt: skip
+
+
+def _memory_mib(processes: list) -> dict[str, int]:
+    """Host memory of the first of them: resident, and what it shares with nobody; empty where there is none."""
+    if not processes or not Path(f"/proc/{processes[0].facts.pid}").exists():
+        return {}
+    lines = Path(f"/proc/{processes[0].facts.pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(rest.split()[0]) >> 10 for name, rest in (line.split(":", 1) for line in lines)}
+    return {"resident": sizes["Rss"], "private": sizes["Private_Clean"] + sizes["Private_Dirty"]}
 
 
 def summary(each: list[dict], heartbeat_s: float) -> dict:

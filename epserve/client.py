@@ -56,6 +56,21 @@ class _Endpoint:
     def _attempts(self, timeout: float | None) -> Attempts:
         return Attempts(self.options.retry, self.options.timeout_s if timeout is None else timeout)
 
+    def _request(
+        self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any,
+        request_id: str, region: ClientRegion | None, wire_format: WireFormat,
+    ) -> OutgoingRequest:  # fmt: skip
+        return OutgoingRequest(
+            layer,
+            hidden,
+            topk_ids,
+            topk_weights,
+            request_id=request_id,
+            region=region,
+            wire_format=wire_format,
+            priority=self.options.priority,
+        )
+
     def _check_open(self) -> None:
         if self._closed:
             raise CallerError(f"this client of {self.target} is closed")
@@ -88,16 +103,7 @@ class Client(_Endpoint):
 
         region: one of `register_region`, for large tensors on one host; wire_format: fp8 for half the bytes on the wire.
         """
-        request = OutgoingRequest(
-            layer,
-            hidden,
-            topk_ids,
-            topk_weights,
-            request_id=request_id,
-            region=region,
-            wire_format=wire_format,
-            priority=self.options.priority,
-        )
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         return self._forward(request, self._attempts(timeout), None)
 
     def forward_async(
@@ -106,16 +112,7 @@ class Client(_Endpoint):
         region: ClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
-        request = OutgoingRequest(
-            layer,
-            hidden,
-            topk_ids,
-            topk_weights,
-            request_id=request_id,
-            region=region,
-            wire_format=wire_format,
-            priority=self.options.priority,
-        )
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         future = ForwardFuture()
         self._check_open()
         context = contextvars.copy_context()  # the caller's span is the parent there too
@@ -252,16 +249,7 @@ class AsyncClient(_Endpoint):
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
-        request = OutgoingRequest(
-            layer,
-            hidden,
-            topk_ids,
-            topk_weights,
-            request_id=request_id,
-            region=region,
-            wire_format=wire_format,
-            priority=self.options.priority,
-        )
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         attempts = self._attempts(timeout)
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:

@@ -47,7 +47,9 @@ def made(kind):
         )
     timings = st.none() | st.builds(pb.Timings, codec_us=st.integers(0, 2**32 - 1))
     left_out = st.lists(st.integers(0, 300), max_size=3)
-    return st.builds(pb.ForwardReply, request_id=st.text(max_size=8), timings=timings, left_out_experts=left_out, **optional)
+    return st.builds(
+        pb.ForwardReply, request_id=st.text(max_size=8), timings=timings, left_out_experts=left_out, **optional
+    )
 
 
 def whole(received, kind):

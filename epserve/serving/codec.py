@@ -48,16 +48,14 @@ class CheckedRequest:
     reply_dtype: pb.DType
     priority: Priority = Priority.NORMAL
 
+    nbytes: int
+    """Of all tensors that come in."""
+
     @property
     def regions(self) -> set[Region]:
         """Those that its tensors and its result lie in."""
         slices = self.slices.values() if self.output is None else (*self.slices.values(), self.output)
         return {each.region for each in slices}
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors that come in."""
-        return sum(self.sizes.values()) + sum(each.nbytes for each in self.slices.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +141,7 @@ class Door:
             output=output,
             reply_dtype=reply_dtype,
             priority=priority,
+            nbytes=total,
         )
 
     def _check_hidden(self, tensor: pb.Tensor) -> int:
@@ -246,6 +245,11 @@ class Door:
         return wire.decode(
             buffers.get(which, b""), checked.headers[which], as_torch=True, make_buffer=self._make_buffer
         )
+
+
+def converts_reply(out: torch.Tensor, checked: CheckedRequest) -> bool:
+    """Whether `encode_reply` touches the values, and does not only say where they lie."""
+    return checked.output is not None or wire.DTYPE_NAMES[checked.reply_dtype] != str(out.dtype).removeprefix("torch.")
 
 
 def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, wire.WireTensor]:

@@ -105,9 +105,7 @@ _REQUEST_OF = {which: number for number, which in _REQUEST.items()}
 _REPLY_OF = {which: number for number, which in _REPLY.items()}
 
 
-def _split(
-    data: bytes, start: int, tensors: Mapping[int, pb.Field]
-) -> tuple[bytes, dict[pb.Field, memoryview]] | None:
+def _split(data: bytes, start: int, tensors: Mapping[int, pb.Field]) -> tuple[bytes, dict[pb.Field, memoryview]] | None:
     """The message without the data of its large tensors, and those; None without one. Raises IndexError past the end."""
     kept: list[bytes] = []
     views: dict[pb.Field, memoryview] = {}

@@ -210,25 +210,36 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, observer: Observer):
         self._observer = observer
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """Method -> its handler and the watched one: made once, not for each call."""
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: its name must not become a label
             self._observer.metrics.rpc("unknown", "UNIMPLEMENTED")
             return handler
+        method = handler_call_details.method
+        known = self._made.get(method)
+        if known is None or known[0] is not handler:
+            around = self._around(handler, method.lstrip("/"))
+            if handler.request_deserializer is None:  # a refusal, made for this call
+                return around
+            known = self._made[method] = handler, around
+        return known[1]
+
+    def _around(self, handler: Any, method: str) -> Any:
         behaviour, kind = _behaviour(handler)
-        method, metadata = handler_call_details.method.lstrip("/"), handler_call_details.invocation_metadata or ()
         watched: Any
         if inspect.iscoroutinefunction(behaviour):
 
             async def watched(request, context):
-                with self._watching(method, metadata, context):
+                with self._watching(method, context):
                     return await behaviour(request, context)
 
         elif inspect.isasyncgenfunction(behaviour):
 
             async def watched(request, context):
-                with self._watching(method, metadata, context):
+                with self._watching(method, context):
                     async for reply in behaviour(request, context):
                         yield reply
 
@@ -241,8 +252,9 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         )
 
     @contextmanager
-    def _watching(self, method: str, metadata: Any, context: Any) -> Iterator[None]:
+    def _watching(self, method: str, context: Any) -> Iterator[None]:
         code = "UNKNOWN"
+        metadata = (context.invocation_metadata() or ()) if self._observer.tracing.on else ()
         with self._observer.tracing.call(method, metadata):
             try:
                 yield

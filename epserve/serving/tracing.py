@@ -89,6 +89,7 @@ class Tracing:
     def __init__(self, provider: Any = None):
         self._provider = provider
         self._tracer = provider.get_tracer(NAME, __version__) if provider is not None else None
+        self.on = provider is not None
 
     def close(self) -> None:
         """Sends what is left."""

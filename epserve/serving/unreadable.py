@@ -25,10 +25,20 @@ _STREAMING = {
 class UnreadableMessages(grpc.aio.ServerInterceptor):
     """A method with one request is not called at all; on a stream, reading raises InvalidRequest."""
 
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """Method -> its handler and ours around it: made once, not for each call."""
+
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
+        known = self._made.get(handler_call_details.method)
+        if known is None or known[0] is not handler:
+            known = self._made[handler_call_details.method] = handler, self._around(handler)
+        return known[1]
+
+    def _around(self, handler: Any) -> Any:
         name, make = (_STREAMING if handler.request_streaming else _UNARY)[handler.response_streaming]
         behaviour, read = getattr(handler, name), _reader(handler.request_deserializer)
         if not handler.request_streaming:

@@ -404,7 +404,7 @@ def test_peak_memory_of_a_load(fused, tmp_path):
     """Below 1.3 x of what is kept: no second copy, neither of a layer nor as mapped pages."""
     write("mixtral", tmp_path, hidden=1024, intermediate=2048, num_layers=2, fused=fused)
     command = [sys.executable, "-c", PEAK_PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     grown, kept = map(int, done.stdout.split())
     assert kept == 2 * 8 * 3 * 1024 * 2048 * 2  # 200 MB
     assert 0.9 * kept < grown < 1.3 * kept

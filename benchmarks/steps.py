@@ -18,15 +18,17 @@ import json
 import platform
 import statistics
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 
 import all2all
 import experts
+from epserve import synthetic
+from epserve.models import SharedExperts
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -111,18 +113,14 @@ class Candidate:
         self.manager.destroy()
 
 
-def shared_expert(spec: LayerSpec, ranks: RankContext):
-    generator = torch.Generator(ranks.device).manual_seed(5)
-    on = {"device": ranks.device, "generator": generator}
-    k, n = spec.shape.hidden, spec.shape.intermediate
-    w13 = torch.randn((2 * n, k), **on).mul_(k**-0.5).to(spec.shape.dtype)
-    w2 = torch.randn((k, n), **on).mul_(n**-0.5).to(spec.shape.dtype)
-
-    def run(x_MK: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x_MK, w13).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, w2)
-
-    return run
+def shared_expert(spec: LayerSpec, ranks: RankContext) -> SharedExperts:
+    """As a service has it: in two halves, beside dispatch and beside combine."""
+    shape = spec.shape
+    made = synthetic.shared_expert(
+        synthetic.LayerSizes(hidden=shape.hidden, shared=shape.intermediate, dtype=shape.dtype), ranks.device
+    )
+    made.warm_up()  # nothing may compile inside a capture
+    return made
 
 
 def one_size(candidate: Candidate, num_tokens: int) -> dict[str, float]:
@@ -172,9 +170,9 @@ def worker(rank: int, world: int, meeting: str, args) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo" if args.cpu else "nccl", init_method=f"file://{meeting}", rank=rank, world_size=world,
-        device_id=None if args.cpu else device,
+        device_id=None if args.cpu else device, timeout=timedelta(seconds=args.limit_s),
     )  # fmt: skip
-    ranks = RankContext(rank=rank, world_size=world, device=device, group=dist.group.WORLD)
+    ranks = RankContext(rank=rank, world_size=world, device=device, group=dist.group.WORLD, timeout_s=args.limit_s)
     cells, left_out, crossover = [], {}, {}
     for pf_name, experts_name in CPU_PATHS if args.cpu else PATHS:
         if args.only and pf_name not in args.only:
@@ -203,7 +201,7 @@ def worker(rank: int, world: int, meeting: str, args) -> None:
             table = measure(ranks, candidate.spec, {pf_name: run}, {pf_name: None}, most=candidate.cap)
             crossover[pf_name] = {str(bucket): times[pf_name] * 1e6 for bucket, times in table.times.items()}
             candidate.close()
-        del candidate
+        del candidate, run  # whose default argument holds the weights
     if rank == 0:
         report(args, world, cells, left_out, crossover)
     dist.destroy_process_group()
@@ -217,7 +215,7 @@ def report(args, world: int, cells: list[dict], left_out: dict[str, str], crosso
         sizes = {name: getattr(args, name) for name in ("hidden", "intermediate", "experts", "top_k", "fp8", "shared")}
         gpu = "" if args.cpu else torch.cuda.get_device_name()
         meta = {"world": world, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), **sizes}
-        meta["date"] = time.strftime("%Y-%m-%d")
+        meta |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d")}
         found = {"meta": meta, "cells": cells, "crossover_us": crossover, "left_out": left_out}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -234,6 +232,8 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="with a shared expert")
     parser.add_argument("--only", nargs="+", help="all-to-all backends")
     parser.add_argument("--cpu", action="store_true", help="two gloo ranks: the plumbing alone")
+    parser.add_argument("--limit-s", type=float, default=60, help="the longest that a rank waits for another")
+    parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.tokens = sorted(set(args.tokens))

@@ -2,7 +2,8 @@
 
 Starts one process a rank on this host, runs the layer until it is warm, times its phases over several forwards, and traces one
 more with torch's profiler. Phases lie one behind the other on the current stream: what a backend does on a stream beside it
-counts only where something waits for it, so `dispatch` is what is left of the dispatch once the shared expert has run.
+counts only where something waits for it, so `dispatch` is what is left of the dispatch once the shared expert's first half
+has run, and `combine` what is left once its second half has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import all2all
 import experts
 from epserve.errors import ConfigError, EpserveError, Incompatible, InternalError, RankFailed
 from epserve.modular_kernel import FusedMoEActivationFormat, PrepareFinalizeOptions, RankContext
+from epserve.modular_kernel.kernel import SharedExperts, begin
 from epserve.phases import FIRST, IDLE, PhaseClock
 from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 
@@ -222,7 +224,7 @@ class Steps:
         self._range = ExitStack()
         layer.kernel.on_phase = lambda phase: self.enter(KERNEL_PHASES[phase])
         if layer.shared is not None:
-            layer.shared = self._beside(layer.shared)
+            layer.shared = Beside(layer.shared, self.enter)
 
     def forward(self) -> torch.Tensor:
         self.enter(FIRST)
@@ -248,11 +250,25 @@ class Steps:
         if phase in PHASES:
             self._range.enter_context(torch.profiler.record_function(f"epserve::{phase}"))
 
-    def _beside(self, shared: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def run(x_MK: torch.Tensor) -> torch.Tensor:
-            self.enter("shared")
-            y_MK = shared(x_MK)
-            self.enter("dispatch")
+
+class Beside:
+    """The shared expert in its halves, as a service runs them: beside the dispatch and beside the combine."""
+
+    def __init__(self, shared: SharedExperts, enter: Callable[[str], None]):
+        self._shared, self._enter = shared, enter
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return self.begin(x_MK)()
+
+    def begin(self, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._enter("shared")
+        rest = begin(self._shared, x_MK)
+        self._enter("dispatch")
+
+        def finish() -> torch.Tensor:
+            self._enter("shared")
+            y_MK = rest()
+            self._enter("combine")
             return y_MK
 
-        return run
+        return finish

@@ -152,20 +152,22 @@ def _medium(first: Add, second: Add, limits: Limits) -> None:
 def _thick(first: Add, second: Add, bm: int, limits: Limits) -> None:
     """Groups that end with the expert first: they read weights once. The specialised kernel where it can run."""
     bk, block = 128 // limits.size, limits.block
-    for group, by_expert in ((16, True), (8, True), (4, True), (8, False)):
-        options = {"bk": bk, "group": group, "by_expert": by_expert}
-        special = {"bn": 128, "specialised": True, "stages": 4 if bm == 128 else 3, **options}
-        for narrow in (True, False) if block else (False,):
-            for lag in (2, 0, 1) if by_expert and group > 4 else (0,):
-                first(expand=True, narrow=narrow, lag=lag, **special)
-                second(narrow=narrow, lag=lag, **special)
-            if group == 16:
-                second(split=2, narrow=narrow, **special)
-        if bm == 192 or block:
-            continue
+    groups = [
+        {"bk": bk, "group": group, "by_expert": by_expert}
+        for group, by_expert in ((16, True), (8, True), (4, True), (8, False))
+    ]
+    for narrow in (False, True) if block else (False,):
+        for options in groups:
+            special = {"bn": 128, "specialised": True, "stages": 4 if bm == 128 else 3, "narrow": narrow, **options}
+            for lag in (2, 0, 1) if options["by_expert"] and options["group"] > 4 else (0,):
+                first(expand=True, lag=lag, **special)
+                second(lag=lag, **special)
+            if options["group"] == 16:
+                second(split=2, **special)
+    for options in groups if bm != 192 and not block else []:
         first(bn=128, warps=8, stages=4, wide=True, **options)
         first(bn=64, warps=4, stages=3, wide=True, **options)
-        if group == 8:
+        if options["group"] == 8:
             first(bn=128, warps=8, stages=4, wide=True, expand=True, flat=True, **options)
         second(bn=256, warps=8, stages=4, flat=True, **options)
         second(bn=128, warps=4, stages=3, **options)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from epserve.errors import InternalError
 from epserve.modular_kernel import ExpertWeights, Prepared, Workspaces
 from epserve.modular_kernel.selection import APART, example_batch
 
@@ -31,8 +32,15 @@ REPEATS = 5
 ROUNDS = 7
 """Of a comparison of whole layers."""
 
+HANGS = 20.0
+"""Seconds after which a kernel counts as hung; one launch over all batches takes less than one."""
+
 Timer = Callable[[Callable[[], object]], float]
 """Microseconds of one call on the device."""
+
+
+class Hung(InternalError):
+    """A candidate does not end. The process has to: its device answers nothing more."""
 
 
 def batches_of(spec, num_rows: int, weights: ExpertWeights, *, every_row: bool) -> list[Prepared]:
@@ -117,6 +125,8 @@ class Trial:
     def time(self, which: str, bm: int, option: Option, partner: Option) -> float | None:
         try:
             return self.timer(self.launchable(which, bm, option, partner)) / len(self.batches)
+        except Hung as error:
+            raise Hung(f"{error} with bm {bm} {which} {option}") from None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton's compiler, an assembler or a launch: the candidate is dropped
@@ -201,24 +211,34 @@ class Layer:
 def capture(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of launch(), which has run once and has been replayed once."""
     launch()
-    torch.cuda.synchronize()
+    wait()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):  # without torch.cuda.graph, which empties torch's cache each time
         graph.capture_begin(capture_error_mode="thread_local")
         launch()
         graph.capture_end()
     graph.replay()
-    torch.cuda.synchronize()
+    wait()
     return graph
 
 
+def wait(limit: float = HANGS) -> torch.cuda.Event:
+    """For all that was launched. Raises Hung after `limit` seconds: nothing more can be asked of this device then."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    deadline = time.monotonic() + limit
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise Hung(f"the GPU has not finished after {limit:.0f} s")
+        time.sleep(20e-6)
+    return event
+
+
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return start.elapsed_time(wait()) * 1e3
 
 
 def time_us(launch: Callable[[], object]) -> float:

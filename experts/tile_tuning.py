@@ -21,7 +21,7 @@ from .tile_cache import Layer, Machine, Times, Tuned, path_of, read_folder, read
 from .tile_candidates import Options, candidates, token_tiles
 from .tile_limits import Limits
 from .tile_search import Bench, Found, search
-from .tile_trial import Trial, batches_of
+from .tile_trial import Hung, Trial, batches_of
 from .triton_compiles import COUNTER
 from .triton_tiles import BUCKETS, SHARED_MEMORY, Problem, Table, Tiles, bucket_of, pick, shipped
 
@@ -67,7 +67,7 @@ def tune(
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:  # fmt: skip
     """Search tiles for the buckets that no file has, smallest first, within `tuning.budget_s`, and write them. Whether
-    anything changed. Never raises for a candidate, nor where there is no room: what would serve goes on to serve."""
+    anything changed. Raises for no candidate but one that hangs, and not where there is no room: the former tiles go on."""
     tuning, num_experts = experts.tuning, weights.num_experts
     launcher = experts.launcher()  # reads the files
     if tuning.budget_s <= 0 or tuning.file is not None or num_experts == 0 or max_rows < 1:
@@ -91,6 +91,8 @@ def tune(
             options = options_for(problem, bucket, current, limits, thorough=tuning.thorough)
             try:
                 found = search(bench_of(bucket), current, options, deadline=now + (end - now) / left, clock=clock)
+            except Hung:
+                raise
             except Exception as error:  # no room, or the device's own failure, which the warm-up then meets, too
                 LOG.warning("tiles for %d tokens and more are not timed: %s", bucket, str(error).splitlines()[:1])
                 break
@@ -181,7 +183,7 @@ def _take(experts: TritonExperts, key: str, bucket: int, found: Found, *, thorou
         note = f"tiles for {bucket} tokens that were faster are not used: {found.note}"
         experts.tuned.notes.append(note)
         LOG.warning(note)
-    experts.table = merged(experts.table or {}, {key: {bucket: found.tiles}})
+    experts.take(merged(experts.table or {}, {key: {bucket: found.tiles}}))
     LOG.info(
         "tiles for %d tokens: %.1f us, %.1f before, %d candidates timed", bucket, times.us, times.before_us, found.timed
     )

@@ -98,8 +98,12 @@ class TritonExperts(FusedMoEExpertsModular):
 
     def tune(self, weights, max_rows):
         """Measure tiles for what no table of this machine has, within the budget, and keep them in its folder."""
-        if tile_tuning.tune(self, weights, max_rows):
-            self._shapes.clear()
+        tile_tuning.tune(self, weights, max_rows)
+
+    def take(self, table: Table) -> None:
+        """Serve with this table from now on. Not after workspaces were reserved."""
+        self.table = table
+        self._shapes.clear()
 
     def variant(self):
         return tile_tuning.variant(self)

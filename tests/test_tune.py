@@ -122,6 +122,7 @@ def test_the_command(checkpoint, tmp_path):
         app, ["tune", str(file), "--times", str(times), "--budget", "100"], env={"COLUMNS": "150"}
     )
     assert done.exit_code == 0, done.output
+    assert "no tiles are tuned" in done.output and "on cpu there are backends to time, no tiles" in done.output
     assert "grouped_mm" in done.output and "loop" in done.output and str(times) in done.output.replace("\n", "")
     assert len(json.loads(times.read_text())) == 1
 

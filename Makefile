@@ -17,10 +17,10 @@ demo: env
 
 # Slow tests (whole clusters, images, every model family, kernels in Triton's interpreter) have a target of their own.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m "not slow" tests
 
 test-slow: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m slow tests
 
 # What failed in the last run, alone: whole clusters share two cores with the rest, and a starved one can miss a deadline.
 test-failed: env

@@ -33,9 +33,7 @@ async def running(config: Config, others: Others | None = None):
     """
     others = others or Others()
     engine = Engine(config)
-    server = Server(
-        engine, config.server, default_deadline_s=config.scheduler.default_deadline_s, peers=others.peers
-    )
+    server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s, peers=others.peers)
     await server.start()
     try:
         async with _joining(engine, config, others):

@@ -250,6 +250,18 @@ async def test_a_step_that_raises_on_one_rank_is_named_and_survived(engine, refe
     assert engine._pool.recoveries[-1].replaced == ()
 
 
+async def test_a_step_whose_operations_were_ended_from_outside_is_no_result(engine, reference):
+    """What NCCL aborts ends as if all were well, with whatever is in its buffers: the rank must not answer with it."""
+    before, generation = pids(engine), engine._pool.generation
+    await engine._pool.members[1].actor.abort.remote(generation - 1, [])  # late: of a group that is no more
+    await ask(engine, reference)
+    assert engine._pool.generation == generation
+    await engine._pool.members[1].actor.abort.remote(generation, [])
+    await ask(engine, reference)
+    assert pids(engine) == before and engine._pool.generation == generation + 1
+    assert "another rank is gone, the operations of this step were ended" in engine._pool.recoveries[-1].cause
+
+
 async def test_a_rank_that_fails_again_is_replaced(engine, reference):
     """Too little memory, say: a new group does not help it, another process may."""
     await spare(engine)

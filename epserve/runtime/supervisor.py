@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 BEATS_PER_HEARTBEAT = 4  # asked so often, so that silence is known after one heartbeat and not after two
 LOAD_S = 2.0  # so often the expert load is read, where steps have run since
 PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a crowded machine in tenths of a second
-SETTLE_S = (
-    5.0  # how long survivors may take to report a step that failed elsewhere: milliseconds, on a crowded machine more
-)
+# How long survivors may take to report a step that failed elsewhere: milliseconds, on a crowded machine more. On GPUs what can
+# be ended from outside has ended by then (NCCL, nvlink); DeepEP's kernels cannot, and only the end of the process ends them.
+SETTLE_S = 5.0
+SETTLE_CUDA_S = 2.0
 BLAME_S = (
     60.0  # a rank that makes two steps fail within this time is replaced: it may lack memory, or its device is ill
 )
@@ -242,11 +243,12 @@ class Supervisor:
             for member in pool.members:
                 if member.alive and member.facts is not None:
                     member.actor.abort.remote(pool.generation, sorted(unreachable - {member.facts.node_ip}))
+        settle = SETTLE_CUDA_S if pool.device == "cuda" else SETTLE_S
         pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
         if pending:
-            await asyncio.wait(pending, timeout=SETTLE_S)
+            await asyncio.wait(pending, timeout=settle)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pool.steps_done(), SETTLE_S)  # then it is known whose fault it was
+            await asyncio.wait_for(pool.steps_done(), settle)  # then it is known whose fault it was
         spoilt, self._spoilt = self._spoilt & set(pool.members), set()
         await asyncio.gather(*(self._end(member, "fails again and again") for member in spoilt if member.alive))
         stuck = [member for member in pool.members if member.alive and member.link and member.link.num_pending]

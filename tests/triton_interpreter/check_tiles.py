@@ -92,23 +92,24 @@ def test_tiles_that_were_tuned_compute_the_same(tmp_path, monkeypatch):
     experts = TritonExperts(case.spec)
     experts.use(Tuning(folder=tmp_path, budget_s=1e6, thorough=True))
 
+    def timer(launch) -> float:
+        launch()
+        return 100.0
+
     def bench(bucket: int) -> Trial:
-        slow = {"us": 100.0}
+        batches = batches_of(case.spec, bucket, weights, every_row=True)[:1]
+        trial = Trial(lambda: TritonExperts(case.spec), weights, batches, timer=timer)
+        time, compare = trial.time, trial.compare
 
-        def timer(launch) -> float:
-            launch()
-            slow["us"] *= 0.9  # later is faster: the candidates win over the rule
-            return slow["us"]
+        def timed(which, bm, option, partner):  # the candidates win over the rule
+            us = time(which, bm, option, partner)
+            return us if us is None or option in (few.first[0], few.second[0]) else 2 * us
 
-        trial = Trial(lambda: TritonExperts(case.spec), weights, batches_of(case.spec, bucket, weights, every_row=True)[:1],
-                      timer=timer)  # fmt: skip
-        compare = trial.compare
+        def compared(old, new):
+            before, us, wrong = compare(old, new)
+            return before, us / 2, wrong
 
-        def faster(old, new):
-            before, _, wrong = compare(old, new)
-            return before, before * 0.5, wrong
-
-        trial.compare = faster
+        trial.time, trial.compare = timed, compared
         return trial
 
     assert tile_tuning.tune(experts, weights, case.tokens, make_bench=bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ import torch
 from epserve import allocator, logs, rank_plan
 from epserve.backend_choice import Chosen
 from epserve.config import Config
-from epserve.errors import NotReady
+from epserve.errors import InternalError, NotReady
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.selection import Choice
@@ -34,6 +35,7 @@ from .transport import LinkAddress, StepServer
 
 log = logging.getLogger(__name__)
 
+CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 TRIM_S = 15.0
 """How often a CPU rank, whose batches of all sizes are its heap, gives free memory back to the system."""
 
@@ -125,7 +127,10 @@ class RankActor:
             backends.all2all.get(each.all2all)
             for name in (each.experts, *each.rivals):
                 backends.experts.get(name)
-        assert not torch.cuda.is_initialized(), "its GPU would be chosen too early"
+        if _driver_started():  # it has read CUDA_VISIBLE_DEVICES then, which is not right yet
+            raise InternalError(
+                "something that was imported has started CUDA: a standby could not choose its GPU any more"
+            )
         gc.freeze()
         return self._facts("")
 
@@ -345,6 +350,15 @@ class RankActor:
         if self._worker.left_out:
             told["left_out"] = list(self._worker.left_out.items())
         return y_MK, told
+
+
+def _driver_started() -> bool:
+    """Whether anything in this process has called cuInit; torch knows of its own calls only."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED
 
 
 def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -73,13 +73,14 @@ class Standbys:
 
     async def check(self, timeout: float) -> None:
         """Replace those that do not answer any more."""
-        for each in list(self._ready.values()):
-            for member in list(each):
-                if not await member.ping(timeout) and member in each:
-                    log.warning("a standby does not answer: replacing it")
-                    each.remove(member)
-                    self._drop(member)
-                    self.refill(self._wanted)
+        asked = [(each, member) for each in self._ready.values() for member in each]
+        answers = await asyncio.gather(*(member.ping(timeout) for _, member in asked))
+        for (each, member), answered in zip(asked, answers, strict=True):
+            if not answered and member in each:
+                log.warning("a standby does not answer: replacing it")
+                each.remove(member)
+                self._drop(member)
+                self.refill(self._wanted)
 
     def close(self) -> list[asyncio.Task]:
         """Ends all of them; the tasks that are to be awaited."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import grpc
 
+from epserve import allocator
 from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, tracing
@@ -52,6 +53,7 @@ class _Endpoint:
             options = replace(options, tls=replace(options.tls or Tls(), ca=tls_ca))
         self.target, self.options = target, options
         self._closed = False
+        allocator.expect_messages()
 
     def _attempts(self, timeout: float | None) -> Attempts:
         return Attempts(self.options.retry, self.options.timeout_s if timeout is None else timeout)

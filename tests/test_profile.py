@@ -22,7 +22,7 @@ SMALL = LayerSizes(hidden=128, intermediate=128, num_experts=16, top_k=4, shared
 WEIGHTS = LayerSizes(hidden=256, intermediate=128, num_experts=8, top_k=2, scheme="fp8_block")
 
 
-def epserve(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess:
+def epserve(*arguments: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.CompletedProcess:
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     words = [sys.executable, "-m", "epserve", *arguments]
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)

@@ -8,7 +8,8 @@ same batch is sent
 and of each call what the kernel alone took is known from the ranks' own clocks (the slowest rank of that very step). Beside it:
 the time that the same bytes take there and back over a raw TCP socket.
 
-Throughput: N clients with a connection each that keep one request of 16 tokens under way; then 64 clients whose requests
+Throughput: N clients with a connection each that keep one request of 16 tokens under way, in a gRPC call each (messages), on one
+long-lived stream (stream) or through shared memory (region); then 64 clients whose requests
 come at random times (Poisson), at 70 % of the peak that was just seen, where a latency counts from when its request was due.
 """
 
@@ -124,6 +125,10 @@ async def _load(wanted: Load) -> dict:
         calls = []
         for _ in range(wanted.clients):
             client = await held.enter_async_context(AsyncClient(wanted.address))
+            if wanted.way == "stream":
+                stream = await held.enter_async_context(client.stream())
+                calls.append(partial(stream.forward, wanted.layer, x, timeout=120))
+                continue
             if wanted.way == "messages":
                 calls.append(partial(client.forward, wanted.layer, x, timeout=120))
                 continue
@@ -255,7 +260,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each throughput measurement")
     parser.add_argument("--join-wait-ms", type=float, default=1.0)
-    parser.add_argument("--ways", nargs="*", choices=("messages", "region"), default=("messages", "region"),
+    parser.add_argument("--ways", nargs="*", choices=("messages", "stream", "region"), default=("messages", "stream", "region"),
                         help="of the throughput part")  # fmt: skip
     parser.add_argument("--data-path", choices=("auto", "shared_memory", "sockets"), default="auto")
     parser.add_argument("--json", type=Path)

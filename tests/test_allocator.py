@@ -30,7 +30,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(mode: str, several: int = 16) -> int:
     """several: messages that are held at one time."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, mode, str(several)], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, mode, str(several)], capture_output=True, text=True, timeout=120, check=True
+    )
     return int(done.stdout)
 
 

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+import all2all
 from epserve.config import parse_config
 from epserve.errors import ConfigError
 from epserve.modular_kernel import (
+    Backends,
     DispatchHandle,
     ExpertLayout,
     ExpertShape,
@@ -20,14 +23,19 @@ from epserve.modular_kernel import (
     HandleBook,
     LayerSpec,
     Prepared,
+    PrepareFinalizeOptions,
     QuantConfig,
+    RankContext,
+    Registry,
     Routing,
     Tuning,
+    UnquantizedFusedMoEMethod,
     Workspaces,
 )
 from epserve.modular_kernel.selection import MeasuredExperts
 from epserve.rank_plan import tuning
 from experts import tile_tuning
+from experts.grouped_mm import GroupedMMExperts
 from experts.tile_cache import Layer, Machine, Times, Tuned, path_of, read_folder, read_named, write
 from experts.tile_candidates import MOST, First, Options, candidates, joined, token_tiles
 from experts.tile_limits import Limits
@@ -480,6 +488,47 @@ def test_what_the_configuration_says(tmp_path):
     assert of(experts_tiles_timing_s=5, experts_tiles_folder=str(tmp_path)) == Tuning(folder=tmp_path, budget_s=5.0)
     with pytest.raises(ConfigError, match="experts_tiles_timing_s 5 is for experts_tiles auto, which is 'shipped'"):
         of(experts_tiles_timing_s=5, experts_tiles="shipped")
+
+
+class Recording(GroupedMMExperts):
+    """Says what reaches an experts class, and when."""
+
+    seen: ClassVar[list[str]] = []
+
+    def use(self, tuning):
+        self.tuning = tuning
+
+    def tune(self, weights, max_rows):
+        self.seen.append(f"tune {max_rows}")
+
+    def workspace_shapes(self, *sizes, **more):
+        self.seen.append("workspaces")
+        return super().workspace_shapes(*sizes, **more)
+
+    def warm_up(self, weights, max_rows):
+        self.seen.append(f"warm-up {max_rows}")
+
+    def explain(self):
+        return ["tiles for all sizes: recorded"]
+
+
+@pytest.mark.parametrize("name", ["local", "all_to_all"])
+def test_the_configuration_reaches_the_experts_and_tiles_are_chosen_before_memory_is_reserved(name, tmp_path):
+    spec = dataclasses.replace(spec_of(SMALL), layout=ExpertLayout.even(4, 1 if name == "local" else 2))
+    registry: Registry = Registry("experts")
+    registry.register("recording", "for this test", lambda: Recording)
+    backends = Backends(all2all=all2all.REGISTRY, experts=registry, tuning=Tuning(folder=tmp_path, budget_s=3.0))
+    method = UnquantizedFusedMoEMethod(spec, backends)
+    experts = method.make_experts(all2all.REGISTRY.get(name).prepare_finalize)
+    assert experts.tuning == Tuning(folder=tmp_path, budget_s=3.0, every_row=name == "local")
+    if name == "local":
+        kernel = method.init_prepare_finalize(RankContext(), PrepareFinalizeOptions(max_tokens_per_rank=32))
+        Recording.seen.clear()
+        kernel.warm_up(weights_of(SMALL))
+        assert Recording.seen == ["tune 32", "workspaces", "warm-up 32"]
+        measured = MeasuredExperts(spec, {"one": kernel.fused_experts})
+        measured.tune(weights_of(SMALL), 7)
+        assert Recording.seen[-1] == "tune 7" and measured.explain() == ["tiles for all sizes: recorded"]
 
 
 @pytest.mark.slow

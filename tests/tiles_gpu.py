@@ -1,7 +1,7 @@
 """What only a GPU can show of tuned tiles: they are found within the budget, and another start reads them, compiles them at
 warm-up, at most 60 variants, and computes the same with them without a late compile.
 
-    python -m tests.tiles_gpu --budget 60 [SHAPE:DTYPE ...]      about twice the budget for each; exit status 1: something is wrong
+    python -m tests.tiles_gpu --budget 60 [SHAPE:DTYPE ...]      about twice the budget for each; exit status 1: one is wrong
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Cluster:
         head, gcs, problems = self.file.head_ip, self._gcs(), []
 
         def stop(host: str) -> dict[str, Any]:
-            return self.ssh.call(host, "stop-ray", gcs=gcs, name=self.file.name)
+            return self.ssh.call(host, "stop-ray", gcs=gcs, name=self.file.name, wait=60)
 
         def stop_head(host: str) -> int:
             return self.ssh.call(host, "stop-service", folder=self.remote, grace=grace, wait=grace + 30)["stopped"]

@@ -194,8 +194,12 @@ def end(pids: set[int], grace: float) -> int:
 
 def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
     """End this cluster's Ray here; gone means gone: `left` lists what would not die."""
-    pids = own_ray(gcs)
-    stopped = end(pids, grace)
+    pids: set[int] = set()
+    stopped = 0
+    for _ in range(2):  # once more for what was being started while we looked
+        found = own_ray(gcs) - pids
+        stopped += end(found, grace)
+        pids |= found
     if name:
         masters = ssh_masters(name)
         end(masters, 1.0)

@@ -9,6 +9,7 @@ columns read as zero, out-of-range rows are masked where results are stored. PAC
 import triton
 import triton.language as tl
 
+from .four_bits import finish, order_of_k, unpack
 from .pieces import (
     BLOCK,
     DIRECT,
@@ -23,7 +24,6 @@ from .pieces import (
     matrix_step,
     pdl_enter,
     to_e4m3,
-    unpack,
     work_item,
 )
 
@@ -73,7 +73,7 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
         num_tiles = tl.sum(per, 0)
     else:
         num_tiles = tl.load(tiles + FIELDS * T)
-    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), order_of_k(BK, SWAP and PACKED != 0)
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     for item in tl.range(tl.program_id(0), num_tiles * NB * SPLIT, tl.num_programs(0), flatten=FLAT):
         tile, nb, sp = work_item(item, tiles, T, num_tiles, GM, NB, SPLIT, SOURCE)
@@ -104,14 +104,14 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
         for kb in range(k0, k1):
             if PACKED:
                 gate_row, inside = e * (2 * N) + nb * BN + n, nb * BN + n < N
-                wg = unpack(w, ws, gate_row, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty)
-                wu = unpack(w, ws, gate_row + N, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty)
+                wg = unpack(w, ws, gate_row, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty, SWAP)
+                wu = unpack(w, ws, gate_row + N, inside, kb, K, BN, BK, PACKED, GROUP, x.dtype.element_ty, SWAP)
             elif WIDE:
                 wgu = tl.reshape(w.load([e, 0, nb * BN, kb * BK]), (2 * BN, BK))
             else:
                 wg = tl.reshape(w.load([e, 0, nb * BN, kb * BK]), (BN, BK))
                 wu = tl.reshape(w.load([e, 1, nb * BN, kb * BK]), (BN, BK))
-            if SOURCE == ROWS:
+            if SOURCE == ROWS and not (PACKED and SWAP):
                 a = xd.load([row0, kb * BK])
             elif K % BK == 0:
                 a = tl.load(a_at + kb * BK, mask=ok[:, None], other=0.0)
@@ -144,6 +144,7 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
             g, u = _halves(gu, BM, BN)
         if tl.int32 == ACC:
             g, u = g.to(tl.float32), u.to(tl.float32)
+        g, u = finish(g, PACKED, x.dtype.element_ty), finish(u, PACKED, x.dtype.element_ty)
         last = True
         column = nb * BN + n
         inside = column < N
@@ -213,7 +214,7 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
         num_tiles = tl.sum(per, 0)
     else:
         num_tiles = tl.load(tiles + FIELDS * T)
-    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), order_of_k(BK, SWAP and PACKED != 0)
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     for item in tl.range(tl.program_id(0), num_tiles * NB * SPLIT, tl.num_programs(0), flatten=FLAT):
         tile, nb, sp = work_item(item, tiles, T, num_tiles, GM, NB, SPLIT, SOURCE)
@@ -232,12 +233,11 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
             sw, sa = tl.load(sw_at + k0), tl.load(hs_at + k0, mask=ok, other=0.0)
         for kb in range(k0, k1):
             if PACKED:
-                b = unpack(
-                    w, ws, e * K + nb * BN + n, nb * BN + n < K, kb, N, BN, BK, PACKED, GROUP, h.dtype.element_ty
-                )
+                row_w = e * K + nb * BN + n
+                b = unpack(w, ws, row_w, nb * BN + n < K, kb, N, BN, BK, PACKED, GROUP, h.dtype.element_ty, SWAP)
             else:
                 b = w.load([e * K + nb * BN, kb * BK])
-            if SOURCE == ROWS:
+            if SOURCE == ROWS and not (PACKED and SWAP):
                 a = hd.load([row0, kb * BK])
             elif N % BK == 0:
                 a = tl.load(h_at + kb * BK, mask=ok[:, None], other=0.0)
@@ -254,6 +254,7 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
         inside = column < K
         if tl.int32 == ACC:
             acc = acc.to(tl.float32)
+        acc = finish(acc, PACKED, h.dtype.element_ty)
         if MODE == TENSOR:
             acc *= tl.load(a2) * tl.load(ws + e)
         elif MODE == ROW:

@@ -22,7 +22,7 @@ FIELDS = tl.constexpr(5)
 """Rows of the table of tiles; the number of tiles lies behind them."""
 
 WHOLE, INT4, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Weights as they are; 4-bit integers with offset 8; e2m1."""
+"""Weights as they are; 4-bit integers with offset 8; e2m1. See `four_bits`."""
 
 SILU, GELU, GELU_TANH, RELU2, SWIGLUOAI = (tl.constexpr(i) for i in range(5))
 
@@ -93,28 +93,6 @@ def matrix_step(a, w, acc, SWAP: tl.constexpr):
 @triton.jit
 def to_e4m3(v):
     return tl.minimum(tl.maximum(v, -448.0), 448.0).to(tl.float8e4nv)
-
-
-@triton.jit
-def unpack(w, ws, row, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
-           GROUP: tl.constexpr, TO: tl.constexpr):  # fmt: skip
-    """BN rows x BK columns of 4-bit weights in TO: two a byte, the even one low, one scale for GROUP of them (a float, or as
-    uint8 an exponent with bias 127)."""
-    at = row.to(tl.int64)[:, None]
-    k, g = kb * (BK // 2) + tl.arange(0, BK // 2), kb * (BK // GROUP) + tl.arange(0, BK // GROUP)
-    both = tl.load(w + at * (K // 2) + k[None, :], mask=inside[:, None] & (k < K // 2)[None, :], other=0)
-    code = tl.reshape(tl.join(both & 0xF, both >> 4), (BN, BK)).to(tl.int32)
-    if PACKED == INT4:
-        value = (code - 8).to(tl.float32)
-    else:
-        m = (code & 7).to(tl.float32)
-        value = tl.where(m < 4, 0.5 * m, tl.where(m < 6, m - 2.0, 2.0 * m - 8.0))
-        value = tl.where(code > 7, -value, value)
-    s = tl.load(ws + at * (K // GROUP) + g[None, :], mask=inside[:, None] & (g < K // GROUP)[None, :], other=0)
-    if ws.dtype.element_ty == tl.uint8:
-        s = (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(value, (BN, BK // GROUP, GROUP)) * s.to(tl.float32)[:, :, None]
-    return tl.reshape(scaled, (BN, BK)).to(TO)
 
 
 @triton.jit

@@ -3,12 +3,13 @@ they compile.
 """
 
 import os
+import re
 
 import pytest
 
 from experts.triton_tiles import SHARED_MEMORY
 from tests.triton_aot import fake_driver
-from tests.triton_aot.compiled import kernels, machine_code, spills_in_products
+from tests.triton_aot.compiled import kernels, loops_with_products, machine_code, spills_in_products
 from tests.triton_cases import Case, special, thick, thin
 
 CAPABILITY = int(os.environ.get("EPSERVE_TEST_CAPABILITY", "90"))
@@ -78,6 +79,29 @@ def test_warpgroup_instructions_and_no_spills(case, layout):
                 assert MMA.get(case.scheme, "QGMMA") in code, f"{name} has no warpgroup products"
                 assert "HMMA" not in code and "IMMA" not in code, f"{name} has products of single warps"
     assert seen
+
+
+MOST = {"int4": 6.0, "mxfp4": 6.0, "nvfp4": 7.0}
+"""Instructions of a step for each weight of a thread, products and addresses included; 6.4 to 18.5 by conversions."""
+
+
+@pytest.mark.skipif(CAPABILITY != 90, reason="looks at Hopper's instructions")
+@pytest.mark.parametrize("scheme", MOST)
+def test_four_bits_are_widened_by_bits_and_stay_in_their_thread(scheme):
+    for name, variants in kernels(Case(why="thin", tokens=8, scheme=scheme, **SIZES)).items():
+        if name not in ("gate_up", "down"):
+            continue
+        for compiled in variants:
+            code = machine_code(compiled)
+            step = min(loops_with_products(code), key=len)
+            weights = 64 * 128 // 128 * (2 if name == "gate_up" else 1)  # of a step, for one of 128 threads
+            first = [word for text in step for word in text.split() if not word.startswith("@")]
+            seen = [word for word in first if re.match(r"(I2F|STS|STL|LDL|LDS\.U8|LDG\b)", word)]
+            assert not seen, f"{name}: slow conversions, or weights that pass through memory: {set(seen)}"
+            fetched = sum("LDGSTS.E.BYPASS.128" in text for text in step)
+            assert fetched >= weights // 32, f"{name}: weights are not fetched 16 bytes at a time"
+            assert len(step) <= MOST[scheme] * weights, f"{name}: {len(step)} instructions for {weights} weights"
+            assert sum("HGMMA" in text for text in step) == weights // 8
 
 
 @pytest.mark.skipif(CAPABILITY == 90, reason="covered above")

@@ -101,13 +101,18 @@ def machine_code(compiled) -> str:
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def spills_in_products(code: str) -> list[str]:
-    """Instructions that spill inside the innermost loops with warpgroup products; elsewhere they are once a work item."""
+def loops_with_products(code: str) -> list[list[str]]:
+    """Instructions of each loop that has matrix products."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
     loops = [(int(target, 16), at) for at, text in lines for target in re.findall(r"BRA\S* 0x([0-9a-f]+)", text)
              if int(target, 16) < at]  # fmt: skip
     bodies = [[text for at, text in lines if first <= at <= last] for first, last in loops]
-    with_products = [body for body in bodies if any("GMMA" in text for text in body)]
+    return [body for body in bodies if any("MMA" in text for text in body)]
+
+
+def spills_in_products(code: str) -> list[str]:
+    """Instructions that spill inside the innermost loops with products; elsewhere they are once a work item."""
+    with_products = loops_with_products(code)
     smallest = min(map(len, with_products))
     assert smallest < 1000, "the loop over steps was not found"
     inner = [body for body in with_products if len(body) < 3 * smallest]

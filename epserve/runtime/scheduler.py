@@ -96,7 +96,10 @@ class Scheduler:
         self._queue.add(item)
         self._wake.set()
         try:
-            return await asyncio.wait_for(item.future, batch.deadline - time.monotonic())
+            async with asyncio.timeout_at(
+                batch.deadline
+            ):  # the loop's clock; wait_for would take a round of the loop more
+                return await item.future
         except TimeoutError:
             raise self._too_late(item) from None
         finally:

@@ -22,6 +22,7 @@ from epserve.modular_kernel import RankContext
 
 START_TIMEOUT_S = 200.0  # four processes that import torch on two busy cores
 GROUP_TIMEOUT_S = 60.0  # of each wait inside a rank
+CLOSE_S = 10.0  # what they all get to end by themselves
 GRACE_S = 3.0  # what the other ranks get to report after the first failure
 
 
@@ -88,6 +89,15 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
 
+    def close(self) -> None:
+        """An orderly end, in which the processes remove their temporary folders; whoever does not end is killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + CLOSE_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
     @property
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
@@ -109,7 +119,7 @@ def run_ranks(fn, world_size: int, *args, timeout: float = 150.0, device: str = 
 def _kill_pools() -> None:
     for pool in _pools.values():
         if pool.alive:
-            pool.kill()
+            pool.close()
     _pools.clear()
 
 

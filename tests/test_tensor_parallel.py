@@ -154,7 +154,7 @@ def _no_pool_is_left():
     yield
     for pool in POOLS.values():
         if pool.alive:
-            pool.kill()
+            pool.close()
     POOLS.clear()
 
 

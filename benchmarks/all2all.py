@@ -27,10 +27,10 @@ import json
 import math
 import platform
 import queue
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
@@ -64,7 +64,7 @@ class Ranks:
     def __init__(self, rank: int, options):
         self.rank, self.world = rank, options.world
         self.device = torch.device("cpu") if options.cpu else torch.device("cuda", rank)
-        meeting = {"init_method": f"tcp://127.0.0.1:{options.port}", "rank": rank, "world_size": options.world}
+        meeting = {"init_method": options.meeting, "rank": rank, "world_size": options.world}
         if options.cpu:
             torch.set_num_threads(1)
             dist.init_process_group("gloo", **meeting)
@@ -246,39 +246,46 @@ def supervise(
     failures: dict[str, str] = {}
     pending = list(names)
     while pending and time.monotonic() < stop:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            options.port = probe.getsockname()[1]
-        inbox = mp.get_context("spawn").Queue()
-        processes = mp.spawn(
-            worker, (options, list(pending), run, inbox), options.world, join=False, daemon=True
-        ).processes
-        intact, deadline = True, time.monotonic() + options.limit_s + START_S
-        while pending and intact:
-            try:
-                report = inbox.get(timeout=0.5)
-            except queue.Empty:
-                dead = [process.exitcode for process in processes if not process.is_alive()]
-                if not dead and time.monotonic() < min(deadline, stop):
+        with tempfile.TemporaryDirectory() as folder:  # no port, which another program could take meanwhile
+            options.meeting = f"file://{folder}/meeting"
+            inbox = mp.get_context("spawn").Queue()
+            processes = mp.spawn(
+                worker, (options, list(pending), run, inbox), options.world, join=False, daemon=True
+            ).processes
+            intact, deadline = True, time.monotonic() + options.limit_s + START_S
+            while pending and intact:
+                try:
+                    report = inbox.get(timeout=0.5)
+                except queue.Empty:
+                    dead = [process.exitcode for process in processes if not process.is_alive()]
+                    if not dead and time.monotonic() < min(deadline, stop):
+                        continue
+                    error = f"a rank's process ended, exit code {dead[0]}" if dead else "a rank hangs"
+                    error = f"{LEFT_OUT}, stopped in the middle" if time.monotonic() >= stop else error
+                    report = last_words(inbox) or {"backend": pending[0], "error": error, "intact": False}
+                deadline = time.monotonic() + options.limit_s + GRACE_S
+                if "cell" in report:
+                    cells.append(report["cell"])
                     continue
-                error = f"a rank's process ended, exit code {dead[0]}" if dead else "a rank hangs"
-                error = f"{LEFT_OUT}, stopped in the middle" if time.monotonic() >= stop else error
-                report = {"backend": pending[0], "error": error, "intact": False}
-            deadline = time.monotonic() + options.limit_s + GRACE_S
-            if "cell" in report:
-                cells.append(report["cell"])
-                continue
-            name, error, intact = report["backend"], report["error"], report["intact"]
-            pending.remove(name)
-            failures |= {name: error} if error else {}
-            print(f"{name}: {error or 'done'}", flush=True)
-            if options.json:
-                write(options, cells, failures)
-        for process in processes:
-            process.join(10 if intact else 0)
-            process.kill()
+                name, error, intact = report["backend"], report["error"], report["intact"]
+                pending.remove(name)
+                failures |= {name: error} if error else {}
+                print(f"{name}: {error or 'done'}", flush=True)
+                if options.json:
+                    write(options, cells, failures)
+            for process in processes:
+                process.join(10 if intact else 0)
+                process.kill()
     failures |= dict.fromkeys(pending, f"{LEFT_OUT}, not begun")
     return cells, failures
+
+
+def last_words(inbox) -> dict | None:
+    """What a process said right before it ended."""
+    try:
+        return inbox.get(timeout=0.5)
+    except queue.Empty:
+        return None
 
 
 def copy_to_next_gpu(_, world: int, inbox) -> None:

@@ -37,17 +37,17 @@ class EpserveError(Exception):
 
 
 class CallerError(EpserveError, ValueError):
-    """The request is at fault."""
+    """The request is at fault. `field`: the one that is, empty where it is none of them."""
 
     grpc_status = "INVALID_ARGUMENT"
-
-
-class InvalidRequest(CallerError):
-    """A field of the request cannot be served; the message names the field, what came and what is allowed."""
 
     def __init__(self, message: str, *, field: str = ""):
         super().__init__(message)
         self.field = field
+
+
+class InvalidRequest(CallerError):
+    """A field of the request cannot be served; the message names the field, what came and what is allowed."""
 
 
 class UnknownLayer(CallerError):

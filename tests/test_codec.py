@@ -1,5 +1,7 @@
 """The door: what it lets in, what it refuses, and that a refusal names the field and both numbers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,10 @@ from epserve.config import ServerConfig
 from epserve.errors import CallerError, InvalidRequest, TooLarge, UnknownLayer
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
-from tests.fake_engine import tiny_info
+from epserve.serving import epserve_pb2_grpc as pb_grpc
+from epserve.serving.status import error_of_rpc
+from tests.fake_engine import FakeEngine, serving, tiny_info
+from tests.grpc_calls import connect, status_of
 
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 """`--hypothesis-profile=long` tries 10,000 inputs instead of 300."""
@@ -134,10 +139,10 @@ REFUSED = {
     "too few bytes": (bad("", hidden_states__data=b"\0" * 255), InvalidRequest, "255 bytes came.*256"),
     "too many bytes": (bad("", hidden_states__data=b"\0" * 257), InvalidRequest, "257 bytes came.*256"),
     "no bytes": (bad("", hidden_states__data=b""), InvalidRequest, "0 bytes came.*256"),
-    "NaN": (make_request(torch.full((2, 32), float("nan"))), InvalidRequest, "NaN or infinite"),
+    "NaN": (make_request(torch.full((2, 32), float("nan"))), InvalidRequest, "NaN or infinite.*row 0, column 0: nan"),
     "minus infinity in one place": (
         make_request(torch.cat([X[:1], X[1:].index_fill(1, torch.tensor([31]), -float("inf"))])), InvalidRequest,
-        "NaN or infinite"),
+        "row 1, column 31: -inf; send finite ones"),
     "ids without weights": (make_request(X, IDS), InvalidRequest, "topk_weights: missing"),
     "weights without ids": (make_request(X, None, WEIGHTS), InvalidRequest, "topk_ids: missing"),
     "float ids": (make_request(X, IDS.float(), WEIGHTS), InvalidRequest, "topk_ids: dtype float32"),
@@ -154,7 +159,11 @@ REFUSED = {
         make_request(X, torch.tensor([[2**32, 1], [0, 1]]), WEIGHTS), InvalidRequest, "id 4294967296"),
     "id -2": (make_request(X, torch.tensor([[-2, 1], [0, 1]]), WEIGHTS), InvalidRequest, "id -2"),
     "a weight that is not finite": (
-        make_request(X, torch.tensor([[0, 1], [0, 1]]), WEIGHTS * float("inf")), InvalidRequest, "topk_weights.*finite"),
+        make_request(X, torch.tensor([[0, 1], [0, 1]]), WEIGHTS * float("inf")), InvalidRequest,
+        "topk_weights.*finite.*row 0, column 0: inf; send finite ones, or the id -1"),
+    "a weight that is not finite beside one that need not be": (
+        make_request(X, torch.tensor([[-1, 1], [0, 1]]), torch.tensor([[math.nan, 1], [1, math.nan]])), InvalidRequest,
+        "row 1, column 1: nan"),
     "more tokens than allowed": (
         make_request(torch.ones(16385, 32)), TooLarge, "16385 tokens, at most 16384.*server.max_tokens_per_request"),
 }  # fmt: skip
@@ -163,8 +172,9 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_bad_request_is_refused_with_the_field_and_both_numbers(what):
     request, error, message = REFUSED[what]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         pass_door(make_door(), request)
+    assert raised.value.field in {"layer", "hidden_states", "topk_ids", "topk_weights"}
 
 
 def test_more_bytes_than_allowed_are_refused_before_any_is_looked_at():
@@ -173,8 +183,17 @@ def test_more_bytes_than_allowed_are_refused_before_any_is_looked_at():
         make_door(max_message_bytes=1024).check(request, "test")
 
 
+async def test_a_refusal_says_in_its_metadata_which_field_it_is():
+    for request, field in ((make_request(X, layer=4), "layer"), (make_request(torch.ones(9, 32)), "hidden_states")):
+        async with serving(FakeEngine(), max_tokens_per_request=8) as server, connect(server) as channel:
+            error = await status_of(pb_grpc.ExpertsStub(channel).Forward(request))
+        assert dict(error.trailing_metadata())["epserve-field"] == error_of_rpc(error).field == field
+
+
 def test_overflow_of_the_models_dtype_counts_as_not_finite():
-    with pytest.raises(InvalidRequest, match="as float16, the model's dtype"):
+    with pytest.raises(
+        InvalidRequest, match=r"as float16, the model's dtype.*row 0, column 0: 1000000\.0, which becomes inf"
+    ):
         pass_door(make_door(tiny_info(dtype=torch.float16)), make_request(torch.full((1, 32), 1e6)))
 
 

@@ -169,5 +169,10 @@ def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, 
         raise InvalidRequest(text, field="topk_ids")
     # The weight of an id of -1 may be anything; looking at all of them first is quicker for the many that have none.
     if not np.isfinite(values).all() and not np.isfinite(values[given >= 0]).all():
-        raise InvalidRequest("topk_weights: holds values that are not finite", field="topk_weights")
+        row, column = np.argwhere(~np.isfinite(values) & (given >= 0))[0].tolist()
+        raise InvalidRequest(
+            f"topk_weights: holds values that are not finite; the first is in row {row}, column {column}:"
+            f" {values[row, column]}; send finite ones, or the id -1 where a token goes to no expert",
+            field="topk_weights",
+        )
     return Routing(ids_Mt=ids.int().contiguous(), weights_Mt=weights.contiguous())

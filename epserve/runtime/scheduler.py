@@ -140,7 +140,8 @@ class Scheduler:
             raise RankFailed(MISSING)
         queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
         if batch.num_tokens > limit:
-            raise TooLarge(f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once")
+            text = f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once"
+            raise TooLarge(text, field="hidden_states")
         if queued + batch.num_tokens > limit:
             self._make_room(batch, queued + batch.num_tokens - limit)
 

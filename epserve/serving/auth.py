@@ -31,7 +31,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 policy = self._accounts.identify(handler_call_details.invocation_metadata).current()
                 if method.startswith(ADMIN_METHODS) and not policy.admin:
                     raise PermissionDenied(
-                        f"client {policy.name!r} may not call {method}: its token is not marked admin"
+                        f"client {policy.name!r} may not call {method}: its token is not marked admin",
+                        field="authorization",
                     )
             except EpserveError as error:
                 return _refusal(error)

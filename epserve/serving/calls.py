@@ -131,7 +131,8 @@ class Calls:
         if priority > highest:
             raise PermissionDenied(
                 f"priority: {priority.name} is above {highest.name}, the highest for client {caller.name!r}"
-                " (server.max_priority, or priority= of its line in server.tokens_file)"
+                " (server.max_priority, or priority= of its line in server.tokens_file)",
+                field="priority",
             )
         return priority
 

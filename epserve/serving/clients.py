@@ -52,7 +52,9 @@ class Account:
     def current(self) -> ClientPolicy:
         """Raises Unauthenticated once the tokens file lists this client no more, on streams that are open too."""
         if self.policy is None:
-            raise Unauthenticated("authorization: this bearer token was withdrawn (server.tokens_file)")
+            raise Unauthenticated(
+                "authorization: this bearer token was withdrawn (server.tokens_file)", field="authorization"
+            )
         return self.policy
 
     def spend(self, tokens: int) -> None:
@@ -123,7 +125,8 @@ class Accounts:
         # Looking a digest up tells nothing about a token by its time: who knows a digest's prefix knows no token for it.
         account = self._by_digest.get(_digest(token.strip())) if scheme.lower() == "bearer" else None
         if account is None:
-            raise Unauthenticated("authorization: missing or unknown bearer token (server.tokens_file)")
+            text = "authorization: missing or unknown bearer token (server.tokens_file)"
+            raise Unauthenticated(text, field="authorization")
         return account
 
     def changed(self) -> bool:

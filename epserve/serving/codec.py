@@ -101,7 +101,8 @@ class Door:
         if request.layer not in self.layers:
             served = _ranges(self.layers)
             raise UnknownLayer(
-                f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})"
+                f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})",
+                field="layer",
             )
         if not request.HasField("hidden_states"):
             raise InvalidRequest("hidden_states: missing; send (tokens, hidden) activations", field="hidden_states")
@@ -120,7 +121,8 @@ class Door:
         if total > limit:
             raise TooLarge(
                 f"request: {tokens} tokens make {total} bytes, at most {limit} are allowed"
-                " (server.max_message_bytes); send fewer tokens a request"
+                " (server.max_message_bytes); send fewer tokens a request",
+                field="hidden_states",
             )
         slices = {
             which: resolve(tensor.region, nbytes[which], wire.FIELDS[which])
@@ -155,7 +157,8 @@ class Door:
         if tokens > limit:
             raise TooLarge(
                 f"{name}: {tokens} tokens, at most {limit} are allowed (server.max_tokens_per_request);"
-                " split them over several requests"
+                " split them over several requests",
+                field=name,
             )
         return tokens
 
@@ -225,11 +228,16 @@ class Door:
         if pb.HIDDEN_SCALES in checked.headers:
             scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
             hidden = fp8.dequantise(hidden, scales, self.info.dtype)
-        hidden = hidden.to(self.info.dtype)
+        sent, hidden = hidden, hidden.to(self.info.dtype)
         if not _all_finite(hidden):
-            name = str(self.info.dtype).removeprefix("torch.")
-            text = f"hidden_states: holds NaN or infinite values (as {name}, the model's dtype); send finite ones"
-            raise InvalidRequest(text, field="hidden_states")
+            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
+            name, value = str(self.info.dtype).removeprefix("torch."), sent[row, column].item()
+            became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
+            raise InvalidRequest(
+                f"hidden_states: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row},"
+                f" column {column}: {became}; send finite ones",
+                field="hidden_states",
+            )
         if pb.TOPK_IDS not in checked.headers:
             return DecodedRequest(hidden=hidden, ids=None, weights=None)
         ids = self._tensor(checked, buffers, pb.TOPK_IDS)

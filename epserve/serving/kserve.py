@@ -211,9 +211,10 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         matched = re.fullmatch(r"layer-(0|[1-9][0-9]{0,8})", name)
         if matched is None or int(matched[1]) not in self._calls.engine.layers:
             served = ", ".join(f"layer-{layer}" for layer in self._calls.engine.layers)
-            raise UnknownLayer(f"model_name: {name[:100]!r} is not served (served: {served})")
+            raise UnknownLayer(f"model_name: {name[:100]!r} is not served (served: {served})", field="model_name")
         if version not in ("", VERSION):
-            raise UnknownLayer(f"model_version: {version[:100]!r} of {name!r} is not served (served: {VERSION})")
+            text = f"model_version: {version[:100]!r} of {name!r} is not served (served: {VERSION})"
+            raise UnknownLayer(text, field="model_version")
         return int(matched[1])
 
     async def _infer(

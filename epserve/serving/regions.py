@@ -254,7 +254,7 @@ class Regions:
             raise InvalidRequest(text, field="key")
         if not 1 <= size <= self._limits.max_region_bytes:
             limit = self._limits.max_region_bytes
-            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)")
+            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)", field="byte_size")
         self.reclaim()
         self._check_number(owner)
         try:

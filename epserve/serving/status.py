@@ -99,8 +99,8 @@ def error_of(failure: pb.Failure) -> EpserveError:
     if not (isinstance(cls, type) and issubclass(cls, EpserveError)):  # made by gRPC, a proxy or a newer server
         cls = _BY_CODE.get(failure.code, errors.InternalError)
     message = failure.message or failure.code
-    if cls is errors.InvalidRequest:
-        return errors.InvalidRequest(message, field=failure.field)
+    if issubclass(cls, errors.CallerError):
+        return cls(message, field=failure.field)
     if cls is errors.Overloaded:
         return errors.Overloaded(message, retry_after_s=failure.retry_after_ms / 1000)
     return cls(message)

@@ -33,7 +33,7 @@ from .transport import LinkAddress, listen
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # at a time in host memory, and on the bus between two kernels of a step: about a millisecond
-SHARE = {"cpu": 0.1, "cuda": 0.5}
+SHARE = {"cpu": 0.05, "cuda": 0.5}
 """Of one core, at each end, that copying may take; the rest is pauses. On CPU ranks it is taken from the steps themselves."""
 PEER_TIMEOUT_S = 5.0  # for each chunk; then the peer is not asked again, and the checkpoint is read instead
 

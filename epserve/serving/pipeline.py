@@ -12,8 +12,12 @@ import grpc
 from epserve.errors import DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status
+from epserve.serving.client_checks import bounded
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly
 from epserve.serving.options import ClientOptions
+
+CLOSE_S = 1.0
+"""For the server's answer to a half-closed stream."""
 
 
 class Pipeline:
@@ -26,7 +30,7 @@ class Pipeline:
         self._call, self._options = call, options
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[ReplyAssembly, asyncio.Future[Any]]] = {}
-        self._outgoing: asyncio.Queue[tuple[int | None, Iterable[pb.RequestFrame]]] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[tuple[int | None, Iterable[Any]] | None] = asyncio.Queue()
         self._ended: EpserveError | None = None
         # NOTE: gRPC cancels the whole stream when a task that reads or writes is cancelled, so callers do neither.
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
@@ -39,7 +43,7 @@ class Pipeline:
         request = OutgoingRequest(
             layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority
         )
-        timeout_s = self._options.timeout_s if timeout is None else timeout
+        timeout_s = bounded(self._options.timeout_s if timeout is None else timeout)
         if self._ended is not None:
             raise self._ended
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -55,7 +59,14 @@ class Pipeline:
                 self._outgoing.put_nowait((None, [pb.RequestFrame(call=number, cancel=pb.Cancel())]))
 
     async def close(self) -> None:
-        """Ends calls that are still running."""
+        """Ends calls that are still running.
+
+        NOTE: a stream that is cancelled has events to come, which gRPC would deliver to an event loop that may have ended,
+        and log a traceback for each. So one without running calls is half-closed, and the server ends it.
+        """
+        if not self._waiting and self._ended is None:
+            self._outgoing.put_nowait(None)
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
@@ -71,7 +82,10 @@ class Pipeline:
     async def _write(self) -> None:
         try:
             while True:
-                number, frames = await self._outgoing.get()
+                if (outgoing := await self._outgoing.get()) is None:
+                    await self._call.done_writing()
+                    return
+                number, frames = outgoing
                 for frame in frames:
                     if number is not None and number not in self._waiting:
                         break  # refused, or given up, before all of it was sent
@@ -89,7 +103,7 @@ class Pipeline:
         finally:
             self._end(error)
 
-    def _take(self, frame: pb.ReplyFrame) -> None:
+    def _take(self, frame: Any) -> None:
         if frame.call not in self._waiting:
             return  # of a call that was given up
         reply, future = self._waiting[frame.call]

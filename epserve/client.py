@@ -31,6 +31,7 @@ from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
+from epserve.serving.client_checks import bounded, check_kind, check_target
 from epserve.serving.client_region import ClientRegion
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
 from epserve.serving.frames import experts_stub
@@ -46,7 +47,9 @@ class _Endpoint:
     """What both clients know."""
 
     def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | None):
+        check_target(target)
         options = options or ClientOptions()
+        check_kind("options", options, ClientOptions)
         if token is not None:
             options = replace(options, token=token)
         if tls_ca is not None:
@@ -125,10 +128,11 @@ class Client(_Endpoint):
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
         """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them."""
         self._check_open()
+        timeout_s = bounded(self.options.timeout_s if timeout is None else timeout)
         region = ClientRegion(size)
         try:
             call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
-            timer = threading.Timer(self.options.timeout_s if timeout is None else timeout, call.cancel)
+            timer = threading.Timer(timeout_s, call.cancel)
             timer.start()
             try:
                 region.registered(next(call))
@@ -272,11 +276,12 @@ class AsyncClient(_Endpoint):
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
         self._check_open()
+        timeout_s = bounded(self.options.timeout_s if timeout is None else timeout)
         region = ClientRegion(size)
         try:
             call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
             try:
-                async with asyncio.timeout(self.options.timeout_s if timeout is None else timeout):
+                async with asyncio.timeout(timeout_s):
                     region.registered(await anext(aiter(call)))
             except TimeoutError:
                 call.cancel()

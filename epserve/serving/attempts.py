@@ -8,27 +8,20 @@ import threading
 import time
 from typing import Any
 
-from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest
+from epserve.errors import DeadlineExceeded, EpserveError
+from epserve.serving.client_checks import bounded
 from epserve.serving.exchange import OutgoingRequest
 from epserve.serving.options import RetryPolicy
 
-LONGEST_S = 1e6  # eleven days; above some 1e9 s gRPC's clock overflows and the call ends at once
-
-
-def bounded(timeout_s: float) -> float:
-    """`inf` becomes the longest wait that gRPC can express. Raises InvalidRequest for NaN and for what has passed."""
-    if not timeout_s > 0:
-        raise InvalidRequest(f"timeout: {timeout_s} is not a positive number of seconds", field="timeout")
-    return min(timeout_s, LONGEST_S)
-
 
 class Attempts:
-    """When to send a call again."""
+    """When to send a call again. Raises InvalidRequest for a timeout that is none."""
 
     def __init__(self, policy: RetryPolicy, timeout_s: float):
         self._policy, self._timeout_s = policy, bounded(timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
         self._made = 0
+        self._before: EpserveError | None = None
 
     def remaining(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -36,12 +29,18 @@ class Attempts:
     def wait_after(self, error: EpserveError) -> float:
         """Seconds until the next attempt; raises `error` when there is none."""
         self._made += 1
-        longest = min(self._policy.first_s * 2 ** (self._made - 1), self._policy.longest_s)
-        wait = max(random.uniform(longest / 2, longest), getattr(error, "retry_after_s", 0.0))
-        if not error.retryable or self._made >= self._policy.attempts or wait >= self._deadline - time.monotonic():
+        policy, left = self._policy, self._deadline - time.monotonic()
+        longest = min(policy.first_s * 2.0 ** min(self._made - 1, 64), policy.longest_s)
+        # Near the deadline the waits become short again, so that the last attempt is made just before it.
+        wait = min(random.uniform(longest / 2, longest), max(left / 2, policy.first_s / 2))
+        wait = max(wait, getattr(error, "retry_after_s", 0.0))
+        if not error.retryable or self._made == policy.attempts or wait >= left:
             if self._made > 1:
                 error.add_note(f"after {self._made} attempts in {self._timeout_s:g} s at most")
+            if self._before is not None and isinstance(error, DeadlineExceeded):
+                error.add_note(f"the attempt before: {type(self._before).__name__}: {self._before}")
             raise error
+        self._before = error
         return wait
 
 

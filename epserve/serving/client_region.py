@@ -13,6 +13,7 @@ from epserve.blocks import ALIGNMENT, Blocks
 from epserve.errors import CallerError, InvalidRequest, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import wire
+from epserve.serving.client_checks import LARGEST_INT64, shape_of, whole_number
 from epserve.serving.ring import AsyncBell, Bell
 
 FOLDER = Path("/dev/shm")
@@ -28,9 +29,11 @@ class ClientRegion:
 
     def __init__(self, size: int):
         """Raises InvalidRequest when there is no such memory."""
-        if size < ALIGNMENT:
-            raise InvalidRequest(f"size: {size} bytes, must be at least {ALIGNMENT}", field="size")
-        self.size = size
+        number = whole_number(size)
+        if number is None or not ALIGNMENT <= number <= LARGEST_INT64:
+            text = f"size: {size!r} is not a whole number of bytes, {ALIGNMENT} or more (64 << 20 is 64 MiB)"
+            raise InvalidRequest(text, field="size")
+        self.size = size = number
         self.name = ""
         self._path = FOLDER / f"epserve-client-{os.getpid()}-{secrets.token_hex(8)}"
         mapping = _shared_memory(self._path, size)
@@ -65,7 +68,7 @@ class ClientRegion:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """A tensor in the region, with undefined values: torch for a torch dtype, else numpy. Raises InvalidRequest."""
-        shape = tuple(int(size) for size in shape)
+        shape = shape_of(shape)
         name = str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else _numpy_name(dtype)
         if name not in wire.DTYPES:
             raise InvalidRequest(f"dtype: {dtype} cannot be sent (allowed: {', '.join(wire.DTYPES)})", field="dtype")
@@ -118,7 +121,10 @@ class ClientRegion:
 def _numpy_name(dtype: Any) -> str:
     import numpy as np
 
-    return np.dtype(dtype).name
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        return str(dtype)
 
 
 def _shared_memory(path: Path, size: int) -> mmap.mmap:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from epserve.errors import CallerError, InternalError, InvalidRequest, Overloaded
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
+from epserve.serving.client_checks import check_request_id, whole_number
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
 from epserve.serving.frames import begin_frame, begun, part_frame
 from epserve.serving.messages import Outgoing, Received
@@ -28,11 +28,8 @@ LARGEST_LAYER = 2**31 - 1  # of the message's int32
 
 def _layer(layer: Any) -> int:
     """Raises InvalidRequest: protobuf takes None for 0 and has errors of its own for the rest."""
-    try:
-        number = -1 if isinstance(layer, bool) else operator.index(layer)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= LARGEST_LAYER:
+    number = whole_number(layer)
+    if number is None or not 0 <= number <= LARGEST_LAYER:
         raise InvalidRequest(f"layer: {layer!r} is not a layer number, 0..{LARGEST_LAYER}", field="layer")
     return number
 
@@ -66,6 +63,10 @@ class OutgoingRequest:
             raise InvalidRequest(
                 "wire_format: fp8 saves bytes on the wire, and a region sends none", field="wire_format"
             )
+        check_request_id(request_id)
+        if region is not None and not isinstance(region, ClientRegion):
+            text = f"region: must be what register_region gives, got {type(region).__name__}"
+            raise InvalidRequest(text, field="region")
         plain = wire.encode(hidden, "hidden_states")
         self.tensors = {pb.HIDDEN_STATES: plain} if wire_format == "plain" else _quantised(hidden)
         for which, value in ((pb.TOPK_IDS, topk_ids), (pb.TOPK_WEIGHTS, topk_weights)):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grpc
 
 from epserve.errors import ConfigError
 from epserve.serving import tracing, wire
+from epserve.serving.client_checks import bounded, check_choice, check_kind, check_token, is_number, whole_number
 
 HEALTH_NAME = "epserve.v1.Experts"
+Priority = Literal["", "low", "normal", "high"]
+Balance = Literal["", "round_robin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +39,50 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Waits grow twofold from `first_s` to `longest_s`, with jitter, and never pass the call's deadline."""
+    """Waits grow twofold from `first_s` to `longest_s`, with jitter, and never pass the call's deadline.
 
-    attempts: int = 10
+    attempts: at most so many, the first one counted; None: as many as fit before the deadline. Raises ConfigError.
+    """
+
+    attempts: int | None = None
     first_s: float = 0.05
     longest_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.attempts is not None and (whole_number(self.attempts) or 0) < 1:
+            text = "is not a whole number from 1 up; None for as many as fit before the deadline"
+            raise ConfigError(f"retry.attempts: {self.attempts!r} {text}")
+        for name, wait in (("first_s", self.first_s), ("longest_s", self.longest_s)):
+            if not (is_number(wait) and 0 < wait < float("inf")):
+                raise ConfigError(f"retry.{name}: {wait!r} is not a positive number of seconds")
+        if self.longest_s < self.first_s:
+            raise ConfigError(f"retry.longest_s: {self.longest_s} is below retry.first_s, {self.first_s}; raise it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
+    """Raises ConfigError, or InvalidRequest for `timeout_s`, that names the option and what is allowed."""
+
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     timeout_s: float = 60.0
     """Of calls that name none."""
     retry: RetryPolicy = RetryPolicy()
-    priority: Literal["", "low", "normal", "high"] = ""
+    priority: Priority = ""
     """Of all calls. Empty: normal, or the highest that the service allows this client where that is less."""
 
-    balance: Literal["", "round_robin"] = ""
+    balance: Balance = ""
     """round_robin: calls go in turn to those of the target's addresses whose health is SERVING. The target is then a name
     with several addresses, or a list: "ipv4:10.0.0.1:50051,10.0.0.2:50051". Empty: gRPC's choice, the first that connects."""
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
+        if self.tls is not None:
+            check_kind("tls", self.tls, Tls)
+        check_kind("retry", self.retry, RetryPolicy)
+        check_choice("priority", self.priority, get_args(Priority))
+        check_choice("balance", self.balance, get_args(Balance))
+        bounded(self.timeout_s, "timeout_s")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

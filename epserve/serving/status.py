@@ -81,9 +81,27 @@ def failure_of_rpc(error: Any) -> pb.Failure:
     elif code == "RESOURCE_EXHAUSTED" and "larger than max" in details:  # gRPC's own message limit
         failure.error = errors.TooLarge.__name__
         failure.message = f"{details}; the limit is server.max_message_bytes"
+    elif code == "UNAVAILABLE":
+        failure.message = f"{details}{_remedy(details)}"
     elif code == "DEADLINE_EXCEEDED":
         failure.message = "no reply came before the call's deadline"
     return failure
+
+
+def _remedy(details: str) -> str:
+    """For connections that end while they are made: gRPC only says how."""
+    if "failed to connect" not in details:
+        return ""
+    if "WRONG_VERSION_NUMBER" in details:
+        return "; the port may speak no TLS: leave tls and tls_ca out, or set server.tls_cert and tls_key there"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return "; no authority in tls.ca (tls_ca) has signed the server's certificate, or it is out of date"
+    if "Socket closed" in details or "Connection reset" in details:
+        return (
+            "; the port may want TLS (tls_ca=, or ClientOptions(tls=Tls(ca=...)), --tls-ca on the command line) or, with"
+            " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...))"
+        )
+    return ""
 
 
 def error_of_rpc(error: grpc.RpcError) -> EpserveError:

@@ -69,6 +69,8 @@ def encode(value: Any, name: str) -> WireTensor:
     if not torch_kind and not (type(value).__module__ == "numpy" and hasattr(value, "dtype")):
         got = f"{type(value).__module__}.{type(value).__qualname__}"
         raise InvalidRequest(f"{name}: must be a torch tensor or a numpy array, got {got}", field=name)
+    if torch_kind:
+        _check_readable(value, name)
     dtype_name = str(value.dtype).removeprefix("torch.") if torch_kind else value.dtype.name  # no byte order in it
     if dtype_name not in DTYPES:
         allowed = ", ".join(DTYPES)
@@ -77,10 +79,20 @@ def encode(value: Any, name: str) -> WireTensor:
     return WireTensor(dtype=DTYPES[dtype_name], shape=tuple(value.shape), data=data)
 
 
+def _check_readable(value: Any, name: str) -> None:
+    """Raises InvalidRequest for tensors that are not rows of values in memory; torch's own errors do not say which one."""
+    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    if layout != "strided":
+        remedy = "to_padded_tensor(0)" if value.is_nested else "to_dense()"
+        raise InvalidRequest(f"{name}: a {layout} tensor, must be a dense one; send {name}.{remedy}", field=name)
+    if value.is_meta:
+        raise InvalidRequest(f"{name}: on the device meta, where tensors have no values; send one that has", field=name)
+
+
 def _torch_bytes(value: Any) -> Any:
     import torch
 
-    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    flat = value.detach().resolve_neg().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
 

@@ -15,7 +15,7 @@ Authority = Annotated[
     Path | None,
     typer.Option(help="Certificate authority of the server; turns TLS on.", exists=True, dir_okay=False, readable=True),
 ]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait.", min=0.001)]
 
 
 def rebalance(
@@ -65,4 +65,10 @@ def _call(method: str, request, address: str, token_file: Path | None, tls_ca: P
         try:
             return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            raise EpserveError(f"{address}: {error.code().name}: {error.details()}") from None
+            text = f"{address}: {error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                text += (
+                    f"\nno answer within {timeout:g} s (--timeout); the change may go on without us: `epserve top {address}`"
+                    " shows the ranks that there are and whether the service is resizing; the service's log has the end"
+                )
+            raise EpserveError(text) from None

@@ -89,7 +89,7 @@ def front_end(
         Path | None,
         typer.Option(help="Written once it listens: host, port, pid.", writable=True, dir_okay=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to look for the service at the start.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to look for the service at the start.", min=0.001)] = 60.0,
 ) -> None:
     """Serve the clients of a service that has its ranks and its queue elsewhere; run until SIGTERM or Ctrl-C."""
     from epserve.config import load_front_end, read_secret
@@ -131,8 +131,8 @@ def call(
     address: Annotated[str, typer.Argument(help="host:port of a service.")] = "127.0.0.1:50051",
     layer: Annotated[int | None, typer.Option(help="MoE layer; default: the first that is served.")] = None,
     tokens: Annotated[int, typer.Option(help="Random tokens to send.", min=0)] = 16,
-    repeat: Annotated[int, typer.Option(help="Calls to make.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for each call.")] = 60.0,
+    repeat: Annotated[int, typer.Option(help="Calls to make.", min=1)] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for each call.", min=0.001)] = 60.0,
     token_file: TokenFile = None,
     tls_ca: Authority = None,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from epserve.errors import ConfigError
 
@@ -19,6 +19,16 @@ MIB = 1 << 20
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for 1, and YAML takes yes, on and no for switches."""
+        wants = cls.model_fields[str(info.field_name)].annotation
+        items = value if isinstance(value, list | tuple) else [value]
+        if wants is not bool and any(isinstance(item, bool) for item in items):
+            raise ValueError("true, false, yes, no, on and off are switches; this key takes another kind of value")
+        return value
 
 
 class ModelConfig(_Section):
@@ -227,12 +237,16 @@ class ServerConfig(_Section):
     @model_validator(mode="after")
     def _secure(self):
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key come together")
+            there, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{missing} is missing: tls_cert and tls_key come together, and {there} is set")
         loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
         if not loopback and self.tls_cert is None and not self.allow_insecure:
             raise ValueError(f"host {self.host} is reachable from outside: set tls_cert and tls_key, or allow_insecure")
         if (self.join_port is None) != (self.join_secret_file is None):
-            raise ValueError("join_port and join_secret_file come together")
+            there, missing = "join_port", "join_secret_file"
+            if self.join_port is None:
+                there, missing = missing, there
+            raise ValueError(f"{missing} is missing: join_port and join_secret_file come together, and {there} is set")
         ports, metrics = set(self.ports), set(self.all_metrics_ports)
         taken = (ports & metrics | (ports | metrics) & {self.join_port}) - {0}
         if taken or any(port > 65535 for port in ports | metrics):
@@ -279,11 +293,31 @@ def load_front_end(
     return config.server.model_copy(update=own), config.scheduler
 
 
+class _NoDuplicates(yaml.SafeLoader):
+    """YAML's own loader takes the last of two equal keys, and what the first said is lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                first = lines[key.value]
+                raise ConfigError(
+                    f"line {line}: the key {key.value!r} is in line {first} already; leave one of them out"
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _NoDuplicates)
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist") from None
+    except ConfigError as error:
+        raise ConfigError(f"configuration file {path}, {error}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     if not isinstance(data, dict):
@@ -334,9 +368,12 @@ def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:
 
 def _explain(item) -> str:
     where = ".".join(str(part) for part in item["loc"])
+    absent = item["type"] == "missing" or item["input"] is None
+    if absent and item["loc"] in (("model",), ("model", "path")):
+        return "model.path: missing; it names the folder with config.json and safetensors"
     if item["type"] != "extra_forbidden":
         shown = "" if item["type"] == "missing" or isinstance(item["input"], dict) else f" (got {item['input']!r})"
-        return f"{where or 'configuration'}: {item['msg']}{shown}"
+        return f"{where or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{shown}"
     section: type[BaseModel] = Config
     for part in item["loc"][:-1]:
         section = section.model_fields[part].annotation  # type: ignore[assignment]

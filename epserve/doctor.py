@@ -124,13 +124,17 @@ def _machine() -> list[Finding]:
     if shm is not None:
         verdict = Verdict.OK if shm.free >= SHM_BYTES else Verdict.NOTE
         remedy = "" if verdict is Verdict.OK else "start the container with a larger --shm-size"
-        text = f"{shm.free / 2**30:.1f} GiB free of {shm.total / 2**30:.1f}"
+        text = f"{_size(shm.free)} free of {_size(shm.total)}"
         findings.append(Finding(what="/dev/shm", verdict=verdict, detail=text, remedy=remedy))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     verdict = Verdict.OK if soft >= 4096 else Verdict.NOTE
     findings.append(Finding(what="open files", verdict=verdict, detail=f"limit {soft}",
                             remedy="" if soft >= 4096 else "ulimit -n 65536"))  # fmt: skip
     return findings
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -21,7 +21,9 @@ trace_id: ContextVar[str] = ContextVar("epserve_trace_id", default="")
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
-_NAMED = re.compile(r"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*)['\"]?[^\s,'\"]+")
+_PROSE = r"(?!(?<=authorization: )(?!bearer\b|basic\b)[a-z]+ [a-z]+\b)"
+"""Our own refusals say "authorization: missing or unknown bearer token"; a header has a scheme there, or one word."""
+_NAMED = re.compile(rf"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*){_PROSE}['\"]?[^\s,'\"]+")
 _DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
 
 

@@ -8,6 +8,7 @@ the other, on its own weights of the first served layer.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,14 +40,15 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
     """Yields one result for each number of experts that ranks hold; the file of times and the folder of tiles have it then.
     Tiles take `engine.experts_tiles_timing_s` at most, backends `engine.experts_timing_s`, for each result.
 
-    again: measure what the files have already, too. Raises ConfigError where there is nothing to measure, CheckpointError,
-    Incompatible.
+    again: measure what the files have already, too. Raises ConfigError, before it measures, where there is nothing to measure
+    or where the result cannot be kept; CheckpointError, Incompatible.
     """
     device = _device(rank_plan.resolve_device(config.engine.device))
     info = open_checkpoint(config.model.path, config.model.dtype).info
     plan = rank_plan.plan_ranks(config, info, device=device.type)
     if not any(path.chosen.rivals for path in plan.paths) and not _tiles(config, plan):
         raise ConfigError(_nothing(config, plan))
+    _check_written(config, tiles=_tiles(config, plan))
     # One layer is enough: the others have the same shape.
     only = config.model_copy(update={"model": config.model.model_copy(update={"layers": plan.layers[:1]})})
     layout, num_ranks = plan.spec.layout, config.engine.ranks
@@ -76,6 +78,24 @@ def why_no_tiles(config: Config) -> str | None:
 def _tiles(config: Config, plan: rank_plan.RankPlan) -> bool:
     timed = config.engine.experts_tiles == "auto" and config.engine.experts_tiles_timing_s > 0
     return timed and plan.spec.device == "cuda" and rank_plan.tunes(plan.paths)
+
+
+def _check_written(config: Config, *, tiles: bool) -> None:
+    """A service's start goes on without its times on disk; here they are all that it is about."""
+    engine = config.engine
+    kept = [("engine.experts_times", engine.experts_times, "times")] if engine.experts_times is not None else []
+    kept += [("engine.experts_tiles_folder", engine.experts_tiles_folder / "table", "tiles-folder")] if tiles else []
+    for key, path, option in kept:
+        try:
+            file = path.expanduser()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()
+            if file.exists():
+                file.open("r+b").close()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such home directory
+            why = error.strerror if isinstance(error, OSError) else error
+            shown = path.parent if option == "tiles-folder" else path
+            raise ConfigError(f"{key}: {shown} cannot be written: {why}; name another place with --{option}") from None
 
 
 def _device(kind: str) -> torch.device:

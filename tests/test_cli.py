@@ -81,6 +81,45 @@ def test_a_wrong_configuration_is_one_message(tmp_path, content, expected):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("model: {path: x}\nserver: {port: 1}\nmodel: {path: y}", r"line 3: the key 'model' is in line 1 already"),
+        ("model:\n  path: x\n  path: y", r"line 3: the key 'path' is in line 2 already"),
+        ("model: {path: x}\nengine: {ranks: true}", r"engine\.ranks: true, false, yes.*got True"),
+        ("model: {path: x, layers: [1, yes]}", r"model\.layers: true, false, yes"),
+        ("model: {path: x}\nserver: {metrics_port: off}", r"server\.metrics_port: true, false, yes"),
+        ("engine: {ranks: 2}", r"model\.path: missing"),
+        ("model: {}", r"model\.path: missing"),
+        ("model:", r"model\.path: missing"),
+        ("model: {path: x}\nserver: {tls_cert: a}", r"server: tls_key is missing.*tls_cert is set"),
+        ("model: {path: x}\nserver: {tls_key: a}", r"server: tls_cert is missing.*tls_key is set"),
+        ("model: {path: x}\nserver: {join_port: 0}", r"join_secret_file is missing.*join_port is set"),
+        ("model: {path: x}\nserver: {join_secret_file: a}", r"join_port is missing.*join_secret_file is set"),
+    ],
+)
+def test_a_wrong_configuration_says_which_key(tmp_path, content, expected):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+def test_switches_and_merged_keys_stay_what_they_are(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: {path: x}\nengine: &engine {dispatch_quantised: no, experts_times: null}\nserver: {regions: off}\n"
+        "cluster:\n  <<: {cpus_per_rank: 2}\n  cpus_per_rank: 1\n"
+    )
+    config = load_config(path)
+    assert (config.engine.dispatch_quantised, config.server.regions, config.engine.experts_times) == (
+        False,
+        False,
+        None,
+    )
+    assert config.cluster.cpus_per_rank == 1
+
+
 def test_serve_without_a_file_is_one_message(tmp_path):
     result = epserve("serve", str(tmp_path / "none.yaml"))
     assert result.returncode == 2
@@ -117,6 +156,9 @@ def test_configuration_is_frozen():
     "arguments",
     [
         ("call", "--tokens", "-3"),
+        ("call", "--repeat", "0"),
+        ("scale", "127.0.0.1:1", "2", "--timeout", "0"),
+        ("scale", "127.0.0.1:1", "2", "--timeout", "-1"),
         ("call", "--token-file", "/nowhere/token"),
         ("doctor", "--port", "99999"),
         ("serve", "c.yaml", "--set", "model.path=["),

@@ -54,7 +54,8 @@ class TestLogs:
     @pytest.mark.parametrize(
         "secret",
         ["authorization: Bearer s3cr3t-t0ken", "('authorization', 'Bearer s3cr3t-t0ken')", "token=s3cr3t-t0ken",
-         '{"token": "s3cr3t-t0ken"}', "password: s3cr3t-t0ken", "Basic s3cr3t-t0ken"],
+         '{"token": "s3cr3t-t0ken"}', "password: s3cr3t-t0ken", "Basic s3cr3t-t0ken",
+         "authorization: s3cr3t-t0ken or so", "authorization: s3cr3t"],
     )  # fmt: skip
     def test_secrets_do_not_reach_the_log(self, form, secret):
         assert "s3cr3t" not in self.line("call with %s", secret, form=form)
@@ -62,7 +63,7 @@ class TestLogs:
 
     def test_model_tokens_are_no_secret(self):
         refusal = "authorization: missing or unknown bearer token (server.tokens_file)"
-        assert "bearer token" in self.line("request=- status=UNAUTHENTICATED %s", refusal, form="text")
+        assert refusal in self.line("request=- status=UNAUTHENTICATED %s", refusal, form="text")
         assert "tokens=512 status=OK" in self.line("tokens=%d status=%s", 512, "OK", form="text")
 
     async def test_each_request_logs_its_own_id(self, caplog):

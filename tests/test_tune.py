@@ -114,6 +114,13 @@ def test_nothing_to_measure(checkpoint, tmp_path, engine, message):
         list(tune(config_for(checkpoint, tmp_path / "times.json", **engine)))
 
 
+def test_times_that_cannot_be_kept_are_an_error_before_anything_is_measured(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(Worker, "load", lambda self: pytest.fail("it measured"))
+    for times in ("/proc/nope/times.json", "/proc/version", tmp_path):
+        with pytest.raises(ConfigError, match=f"experts_times: {times} cannot be written.*--times"):
+            next(tune(config_for(checkpoint, times)))
+
+
 def test_the_command(checkpoint, tmp_path):
     file = tmp_path / "service.yaml"
     file.write_text(f"model: {{path: {checkpoint}}}\nengine: {{ranks: 1, device: cpu, max_tokens_per_rank: 4}}\n")

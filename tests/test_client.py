@@ -157,8 +157,8 @@ class TestErrors:
         "error",
         [
             errors.InvalidRequest("ids: wrong", field="topk_ids"),
-            errors.UnknownLayer("layer 9"),
-            errors.TooLarge("much"),
+            errors.UnknownLayer("layer 9", field="layer"),
+            errors.TooLarge("much", field="hidden_states"),
             errors.Unauthenticated("who"),
             errors.ConfigError("set-up"),
             errors.Incompatible("parts", ("one", "two")),

@@ -1,6 +1,7 @@
 """fp8 on the wire, what replies tell of a request's time, and callers that have gone."""
 
 import asyncio
+import logging
 import math
 
 import grpc
@@ -16,6 +17,7 @@ from epserve.serving import codec, fp8, frames, status, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.exchange import OutgoingRequest
+from epserve.serving.stream import StreamSession
 from tests.fake_engine import FakeEngine, serving, tiny_info
 from tests.grpc_calls import connect, encoded, message, status_of, tensor_of
 
@@ -156,3 +158,40 @@ async def test_a_caller_that_has_gone_before_its_status_is_no_error_of_the_servi
 
     with pytest.raises(asyncio.CancelledError):
         await status.abort(Gone(), status.failure_of(NotReady("too late")))
+
+
+@pytest.mark.parametrize("layer", [1, 4], ids=["a reply", "a refusal"])
+async def test_a_stream_that_its_client_cancelled_unread_is_no_error_of_the_service(layer, caplog):
+    """gRPC sometimes fails the write first and cancels the method afterwards."""
+
+    class Gone:
+        frames = [pb.RequestFrame(call=1, begin=message(torch.ones(1, 32), layer=layer))]
+
+        async def read(self):
+            return self.frames.pop() if self.frames else await asyncio.Event().wait()
+
+        async def write(self, frame):
+            raise grpc.aio.InternalError('Failed "execute_batch": (<...SendMessageOperation object>,)')
+
+        async def send_initial_metadata(self, metadata):
+            pass
+
+        def invocation_metadata(self):
+            return ()
+
+        def peer(self):
+            return "ipv4:127.0.0.1:9"
+
+        def time_remaining(self):
+            return 30.0
+
+    caplog.set_level(logging.INFO, "epserve.serving")
+    async with serving(FakeEngine()) as server:
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(StreamSession(server._calls, Gone()).run(), 30)
+        assert (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0)
+    assert "status=CANCELLED ipv4:127.0.0.1:9 ended its stream" in caplog.text
+    assert "INTERNAL" not in caplog.text
+
+    with pytest.raises(asyncio.CancelledError):
+        await status.write(Gone(), pb.HoldRegionReply())

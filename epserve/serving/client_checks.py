@@ -76,9 +76,9 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError, without the value: it may be a token in the wrong place."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name}: must be {kind.__name__}(...), got {_shown(value)}")
+        raise ConfigError(f"{name}: must be {kind.__name__}(...), got {type(value).__name__}")
 
 
 def check_target(target: Any) -> None:

@@ -132,7 +132,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         limit = self._calls.default_deadline_s
         try:
             async with asyncio.timeout(limit):
-                await context.write(answer)
+                await status.write(context, answer)
         except TimeoutError:
             text = f"request {answer.infer_response.id!r}: its answer was not read within {limit:g} s"
             raise DeadlineExceeded(text) from None

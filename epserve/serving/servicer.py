@@ -53,7 +53,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         key = self._doorbell.register(caller)
         name = self._doorbell.name if key else ""
         try:
-            await context.write(pb.HoldRegionReply(region=region.name, doorbell=name, doorbell_key=key))
+            reply = pb.HoldRegionReply(region=region.name, doorbell=name, doorbell_key=key)
+            await status.write(context, reply)
             await self._calls.draining.wait()  # a client that ends the call, or dies, cancels this
         finally:
             regions.forget(region)

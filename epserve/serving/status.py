@@ -68,6 +68,14 @@ async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoRet
     raise AssertionError("abort raises")
 
 
+async def write(context: grpc.aio.ServicerContext, message: Any) -> None:
+    """One message of a stream. Raises CancelledError where the client has given the call up: nobody is at fault."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:  # 'Failed "execute_batch"', and no more
+        raise asyncio.CancelledError from None
+
+
 def failure_of_rpc(error: Any) -> pb.Failure:
     """The failure that an RPC error stands for (`grpc.RpcError` with code, details and trailing metadata)."""
     metadata = dict(error.trailing_metadata() or ())

@@ -7,6 +7,7 @@ is read from this client), their bytes count against the server's memory limit, 
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving.calls import Calls
 from epserve.serving.frames import begin_frame, begun, part_frame
 from epserve.serving.messages import Received
+
+log = logging.getLogger("epserve.serving")
 
 FAILURE_WRITE_S = 5.0
 """How long past its deadline a call's failure may take to reach a client that is slow to read."""
@@ -214,7 +217,12 @@ class StreamSession:
 
     async def _write(self, frame: pb.ReplyFrame) -> None:
         async with self._writing:  # one frame at a time; waiters are served in turn, so small replies pass large ones
-            await self._context.write(frame)
+            try:
+                await self._context.write(frame)
+            except grpc.aio.InternalError:  # the client has cancelled the stream, or has gone: no failure of ours
+                if self._broken.cancel():
+                    log.info("status=CANCELLED %s ended its stream before it had read all replies", self._caller.name)
+                raise asyncio.CancelledError from None
 
     def _break(self, error: EpserveError) -> None:
         if not self._broken.done():

@@ -46,7 +46,7 @@ POLL_S = 0.1
 class _Endpoint:
     """What both clients know."""
 
-    def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | None):
+    def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | str | None):
         check_target(target)
         options = options or ClientOptions()
         check_kind("options", options, ClientOptions)
@@ -88,7 +88,12 @@ class Client(_Endpoint):
     """
 
     def __init__(
-        self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
+        self,
+        target: str,
+        options: ClientOptions | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: Path | str | None = None,
     ):
         super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:
@@ -240,7 +245,12 @@ class AsyncClient(_Endpoint):
     """The same for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
 
     def __init__(
-        self, target: str, options: ClientOptions | None = None, *, token: str | None = None, tls_ca: Path | None = None
+        self,
+        target: str,
+        options: ClientOptions | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: Path | str | None = None,
     ):
         super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def connect(
     """Connect to a service at "host:port". Until it is closed, models loaded with "epserve" use it (the last one opened).
 
     target: an address, or an object with the methods of `epserve.client.Client`.
-    options: token and TLS; its timeout and retries are replaced by `retry_for_s`.
+    options: token, TLS, priority, balance; its timeout and retries are replaced by `retry_for_s`.
     gate: "local": this process gates and computes shared experts. "remote": the service does both, and their weights are
     not loaded here either; for families whose block returns hidden states only.
     shared_memory_bytes: for a service on this host: tensors go through so much shared memory instead of messages.
@@ -164,8 +164,7 @@ def connect(
         raise ConfigError(f"gate must be 'local' or 'remote', got {gate!r}")
     if isinstance(target, str):
         given = options or ClientOptions()
-        retry = RetryPolicy(attempts=1_000_000)  # the deadline decides
-        target = Client(target, ClientOptions(token=given.token, tls=given.tls, timeout_s=retry_for_s, retry=retry))
+        target = Client(target, replace(given, timeout_s=retry_for_s, retry=RetryPolicy()))  # until the deadline
     try:
         service = Service(target, gate=gate, shared_memory_bytes=shared_memory_bytes)
         service.register_region()

@@ -114,10 +114,10 @@ def _check_address(target: str, address: str, family: str) -> None:
     host, colon, port = address.rpartition(":")
     host = host.replace("%5B", "[").replace("%5D", "]").strip("[]")
     try:
-        version = ipaddress.ip_address(host).version
+        fits = f"ipv{ipaddress.ip_address(host).version}" == family
     except ValueError:
-        version = 0
-    if not colon or f"ipv{version}" != family:
+        fits = False
+    if not colon or not fits:
         _refuse_target(target, f"holds {address!r}, which is no {family} address and port")
     _check_port(target, port)
 

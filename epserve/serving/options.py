@@ -25,9 +25,9 @@ class Tls:
     `server_name` stands in for the target's host name where the certificate has another one.
     """
 
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -109,7 +109,7 @@ class ClientOptions:
         return options
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path | str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

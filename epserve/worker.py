@@ -19,17 +19,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from epserve import rank_plan
 from epserve.config import Config
-from epserve.errors import CheckpointError, InternalError
+from epserve.errors import CheckpointError, InternalError, NotReady
 from epserve.expert_load import LoadCounter
 from epserve.gate import fitted, route
 from epserve.gate import warm_up as warm_up_gate
-from epserve.models import LayerWeights, open_checkpoint
+from epserve.models import LayerWeights, UnchangedCheckpoint, open_checkpoint
 from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
 from epserve.modular_kernel.selection import Choice
@@ -49,6 +48,8 @@ class _Staged:
     placement: Placement
     experts: tuple[int, ...]
     weights: LayerWeights
+    prepared: bool = True
+    """Whether the experts class has seen them."""
 
 
 class Worker:
@@ -61,16 +62,19 @@ class Worker:
         *,
         placements: Mapping[int, Placement] | None = None,
         source: LayerSource | None = None,
+        checkpoint: UnchangedCheckpoint | None = None,
     ):
         """placements: of each layer; none: the first ones that the configuration gives. source: whoever reads the weights.
+        checkpoint: the one of the service's start; none: as it is now.
 
         Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read.
         """
         self.config, self.ranks = config, ranks
-        self.checkpoint = open_checkpoint(config.model.path, config.model.dtype)
+        self.checkpoint = checkpoint or UnchangedCheckpoint(
+            config.model.path, config.model.dtype, opened=open_checkpoint
+        )
         self.info = self.checkpoint.info
         self._source = self._sliced(source or self.checkpoint)
-        self._checkpoint_stamp = _stamp(config.model.path)
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
@@ -79,6 +83,8 @@ class Worker:
         """Of the last step: its parts whose tokens chose experts that are on no rank, and which."""
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
+        self._experts: dict[int, tuple[int, ...]] = {}
+        """Of `_layers`, logical ids in slot order: what is here, also where arrange() came to no end."""
         self._staged: dict[int, _Staged] = {}
         self._arranging = threading.Lock()  # `held` is asked by threads of other ranks
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
@@ -108,8 +114,7 @@ class Worker:
         start = time.perf_counter()
         self.phase = "load"
         for layer in self.plan.layers:
-            self._layers[layer] = self._read(layer, self.placements[layer], self.ranks)
-            self._unprepared.add(layer)
+            self._take(layer, self.placements[layer].experts_of(self.ranks.rank))
         self._source = self._sliced(self.checkpoint)  # copies in host memory have done their duty
         self.phase = "idle"
         return LoadReport(
@@ -214,14 +219,17 @@ class Worker:
         assert rank % slices == self.ranks.rank % slices, "a rank keeps its slice"
         with self._arranging:
             for layer, placement in arrangement.placements.items():
-                present, staged = self.placements[layer], self._staged.pop(layer, None)
-                wanted = placement.experts_of(rank)
+                wanted, staged = placement.experts_of(rank), self._staged.get(layer)
                 if staged is not None and staged.experts == wanted:
-                    self._layers[layer] = staged.weights
-                elif present.experts_of(self.ranks.rank) != wanted:
+                    self._layers[layer], self._experts[layer] = staged.weights, wanted
+                    if not staged.prepared:
+                        self._unprepared.add(layer)
+                elif self._experts.get(layer) != wanted:
+                    self.checkpoint.check()  # before anything is given up
                     self._layers.pop(layer, None)  # freed before the new ones are read
-                    self._layers[layer] = self._read(layer, placement, ranks)
-                    self._unprepared.add(layer)
+                    self._experts.pop(layer, None)
+                    self._take(layer, wanted)
+                self._staged.pop(layer, None)
             if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
                 self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
                 self.kernels = RankKernels(
@@ -233,13 +241,38 @@ class Worker:
         """The present placement of a layer, the logical experts of this rank's slots, and their weights. From any thread."""
         with self._arranging:
             placement = self.placements[layer]
-            return placement, placement.experts_of(self.ranks.rank), self._layers[layer]
+            return placement, self._experts[layer], self._layers[layer]
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         """From the checkpoint. Raises CheckpointError where it is not the one that was loaded any more."""
-        if _stamp(self.config.model.path) != self._checkpoint_stamp:
-            raise CheckpointError(f"{self.config.model.path} has changed since the start: restart the service")
         return self._source.load_layer(layer, experts, device)
+
+    def out_of_reach(self, rank: int, arrangement: Arrangement) -> tuple[int, ...]:
+        """Layers whose experts arrange() would have to read, where the checkpoint cannot be read any more."""
+        placements = arrangement.placements.items()
+        lacking = tuple(layer for layer, each in placements if self._experts.get(layer) != each.experts_of(rank))
+        try:
+            if lacking:
+                self.checkpoint.check()
+        except CheckpointError:
+            return lacking
+        return ()
+
+    def secure(self, rank: int, arrangement: Arrangement, source: LayerSource, layers: Sequence[int]) -> None:
+        """Before arrange(), while steps run: take its experts of `layers` from `source`. Raises what that raises, NotReady."""
+        one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
+        needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
+        free = _free_bytes(self.ranks.device)
+        if free < needed * STAGING_MARGIN:
+            raise NotReady(
+                f"{self.config.model.path} has changed since the start, and there is no memory to take experts from"
+                f" other ranks beside the present ones: about {needed >> 20} MiB, {free >> 20} MiB are free"
+            )
+        for layer in layers:
+            wanted = arrangement.placements[layer].experts_of(rank)
+            read = self._with_gate(source.load_layer(layer, wanted, self.ranks.device))
+            placement = arrangement.placements[layer]
+            self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read, prepared=False)
 
     def stage(self, layer: int, placement: Placement, *, source: LayerSource | None = None) -> bool:
         """Not collective; steps may run meanwhile. False: there is no memory for it, and nothing has changed.
@@ -270,6 +303,7 @@ class Worker:
         if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
             with self._arranging:
                 self.placements[layer], self._layers[layer] = staged.placement, staged.weights
+                self._experts[layer] = staged.experts
             del self._staged[layer]
             self._keep_graphs()
 
@@ -282,8 +316,10 @@ class Worker:
         slices = self.config.engine.tensor_parallel
         return source if slices == 1 else SlicedLayers(source, self.info.quant, self.ranks.rank % slices, slices)
 
-    def _read(self, layer: int, placement: Placement, ranks: RankContext) -> LayerWeights:
-        return self._with_gate(self.load_layer(layer, placement.experts_of(ranks.rank), ranks.device))
+    def _take(self, layer: int, experts: tuple[int, ...]) -> None:
+        self._layers[layer] = self._with_gate(self.load_layer(layer, experts, self.ranks.device))
+        self._experts[layer] = experts
+        self._unprepared.add(layer)
 
     def _with_gate(self, read: LayerWeights) -> LayerWeights:
         return replace(read, gate=fitted(read.gate, self.info.gate, self.info.dtype))
@@ -385,12 +421,6 @@ def _free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Changes whenever a file of the checkpoint is written anew."""
-    files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
-    return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
 
 
 def _compile_counter():

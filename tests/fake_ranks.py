@@ -26,6 +26,7 @@ class FakeRanks:
 
     num_ranks = 2
     experts_missing = False
+    stuck = ""
 
     def __init__(self):
         self.serving = asyncio.Event()

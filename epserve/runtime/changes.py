@@ -23,12 +23,13 @@ import torch
 from ray.exceptions import RayError
 
 from epserve import rank_plan
-from epserve.errors import ConfigError, EpserveError, NotReady
+from epserve.errors import ConfigError, EpserveError, NotReady, OperatorError
 from epserve.modular_kernel import ExpertLayout
 from epserve.placement import Placement
 from epserve.step import Arrangement
 
-from .members import call_all
+from .failure import root_cause
+from .members import Member, as_error, call_all
 from .transport import LinkAddress
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROW_RETRY_S = 5.0
+GROW_RETRY_LATER_S = 60.0  # where only an operator can help: each attempt costs the start of a process
 HAND_OUT_TIMEOUT_S = 10.0
+POLL_S = 0.5  # whether a recovery is stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Changes:
         self._came_from: Counter[str] = Counter()
         self.rebalances = 0
         self.skipped_layers = 0
+        self.trouble = ""
+        """Why the service does not grow back."""
 
     def start(self) -> None:
         if self._pool.config.engine.rebalance_every_s:
@@ -219,8 +224,12 @@ class Changes:
             return Resize(before=ranks, after=ranks, seconds=0.0, paused_s=0.0)
         arrangement = self._for(ranks)
         before, start = pool.num_ranks, time.monotonic()
-        self._full = None
-        pause = await self._become(arrangement)
+        full, self._full = self._full, None
+        try:
+            pause = await self._become(arrangement)
+        except BaseException:
+            self._full = self._full or full
+            raise
         result = Resize(before=before, after=ranks, seconds=time.monotonic() - start, paused_s=pause)
         log.info("scale: %s", result)
         return result
@@ -261,22 +270,62 @@ class Changes:
             new = [pool.new_member(rank) for rank in range(len(present), wanted)]
         try:
             await pool.prepare(new, arrangement)
+            await self._secure(present[:wanted], arrangement)
             await self._steady()
             if list(pool.members) != present:
                 raise NotReady("a rank was replaced meanwhile; ask again")
         except BaseException:
             for member in new:
                 pool.discard(member)
+            await self._unsecure(present[:wanted], arrangement)
             raise
-        start = time.monotonic()
+        start, before, full = time.monotonic(), pool.arrangement, self._full
         surplus = present[wanted:]
+        failures: list[Exception] = []
+
+        def back(error: Exception) -> None:
+            failures.append(error)
+            for member in pool.members:
+                if member not in present:
+                    pool.discard(member)
+            pool.members, pool.arrangement, self._full = present, before, full  # who died of them is found and replaced
+
         pool.members, pool.arrangement = [*present[:wanted], *new], arrangement
         self._counted.clear()
-        pool.supervisor.rebuild(f"{len(present)} -> {wanted} ranks", planned=True)
+        change = f"{len(present)} -> {wanted} ranks"
+        pool.supervisor.rebuild(change, back=back)
         await self._steady()
+        if failures:
+            (error,) = failures
+            if isinstance(error, OperatorError):
+                raise error
+            raise NotReady(f"{change} failed, the service goes on with {pool.num_ranks}: {error}")
         for member in surplus:
             pool.discard(member)
         return time.monotonic() - start
+
+    async def _secure(self, staying: Sequence[Member], arrangement: Arrangement) -> None:
+        """Before the pause: all that stay can get what they will lack, from the checkpoint or, where it is not the same any
+        more, from each other. Raises CheckpointError, NotReady.
+        """
+        limit = self._pool.config.cluster.start_timeout_s
+        beyond = await call_all(staying, "out_of_reach", arrangement, timeout=limit, background=True)
+        if layers := sorted({layer for each in beyond for layer in each}):
+            holders = {layer: await self._holders(layer) for layer in layers}
+            outcomes = await asyncio.gather(
+                *(
+                    member.call("secure", arrangement, each, holders, timeout=limit, background=True)
+                    for member, each in zip(staying, beyond, strict=True)
+                )
+            )
+            if failures := [each.failure for each in outcomes if each.failure is not None]:
+                raise as_error(root_cause(failures))
+
+    async def _unsecure(self, staying: Sequence[Member], arrangement: Arrangement) -> None:
+        limit = self._pool.config.cluster.start_timeout_s
+        alive = [member for member in staying if member.alive]
+        for layer in arrangement.placements:
+            await asyncio.gather(*(each.call("unstage", layer, timeout=limit, background=True) for each in alive))
 
     def lose(self, ranks: Collection[int]) -> None:
         """`ranks` are gone and copies bridge it; `grow_back` comes when the rest serves. Newcomers get the last numbers."""
@@ -294,28 +343,35 @@ class Changes:
 
     async def _grow_back(self) -> None:
         while True:
+            pause = GROW_RETRY_S
             async with self._one:
-                await self._steady()
-                if (full := self._full) is None:
-                    return
-                version = self.next_version()
-                placements = {layer: each.with_version(version) for layer, each in full.placements.items()}
                 try:
+                    await self._steady()
+                    if (full := self._full) is None:
+                        return
+                    version = self.next_version()
+                    placements = {layer: each.with_version(version) for layer, each in full.placements.items()}
                     await self._become(Arrangement(config=full.config, placements=placements))
                 except (EpserveError, RayError, OSError) as error:
-                    log.warning("growing back to %d ranks: %s", full.config.engine.ranks, error)
+                    self.trouble = f"growing back to the ranks that there were: {error}"
+                    log.warning("%s", self.trouble)
+                    if isinstance(error, OperatorError):
+                        pause = GROW_RETRY_LATER_S
                 else:
+                    self.trouble = ""
                     if self._pool.num_ranks == full.config.engine.ranks:
                         self._full = None
                     continue
-            await asyncio.sleep(GROW_RETRY_S)
+            await asyncio.sleep(pause)
 
     async def _steady(self) -> None:
-        """Waits for a recovery to end."""
+        """Waits for a recovery to end. Raises NotReady where it will not."""
         while not self._pool.serving.is_set():
             if self._pool.closing:
                 raise NotReady("the service is stopping")
-            await self._pool.supervisor.settled()
+            if stuck := self._pool.supervisor.stuck:
+                raise NotReady(stuck)
+            await self._pool.supervisor.settled(POLL_S)
             await asyncio.sleep(0.01)
 
     async def _alone(self, work: Coroutine[Any, Any, T], what: str) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,11 @@ from typing import Any, Literal
 import torch
 
 from epserve import rank_plan
+from epserve.backend_choice import Chosen
 from epserve.config import Config
 from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, UnknownLayer
 from epserve.expert_load import by_layer
-from epserve.models import ModelInfo, open_checkpoint
+from epserve.models import ModelInfo, UnchangedCheckpoint
 from epserve.modular_kernel import check_routing
 from epserve.modular_kernel.selection import Choice
 
@@ -91,10 +93,12 @@ class Engine:
     def __init__(self, config: Config):
         """Raises ConfigError, CheckpointError or Incompatible within a second."""
         self.config = config
-        self.info: ModelInfo = open_checkpoint(config.model.path, config.model.dtype).info
+        self._checkpoint = UnchangedCheckpoint(config.model.path, config.model.dtype)
+        self.info: ModelInfo = self._checkpoint.info
         self._device = rank_plan.resolve_device(config.engine.device)
         here = self._device == "cpu" or torch.cuda.is_available()  # else a front end whose ranks are on other nodes
         self.plan = rank_plan.plan_ranks(config, self.info, device=self._device, here=here)
+        self._planned = config, self.plan.chosen
         self._state: State = "stopped"
         self._callbacks: list[Callable[[State], None]] = []
         self._step_callbacks: list[Callable[[StepRecord], None]] = []
@@ -115,7 +119,9 @@ class Engine:
         self._set_state("starting")
         try:
             await self._connect()
-            pool = self._pool = Pool(self.config, self.plan, device=self._device, on_state=self._set_state)
+            pool = self._pool = Pool(
+                self.config, self.plan, device=self._device, stamp=self._checkpoint.stamp, on_state=self._set_state
+            )
             self._scheduler = Scheduler(
                 self.config.scheduler,
                 pool,
@@ -224,13 +230,25 @@ class Engine:
         return {layer: each.physical_to_logical for layer, each in self._pool.arrangement.placements.items()}
 
     def _explain_backends(self) -> str:
-        chosen, members = self.plan.chosen, self._pool.members if self._pool is not None else ()
+        pool = self._pool
+        chosen, members = self._chosen(), pool.members if pool is not None else ()
         report = next((member.report for member in members if member.report is not None), None)
         text = chosen.explain()
         if report is not None and report.backends != chosen.names:
             text = f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
-        lines = self._pool.explanation if self._pool is not None else ()
+        lines = [*pool.explanation, *filter(None, (pool.stuck, pool.changes.trouble))] if pool is not None else ()
         return text + "".join(f"\n  - {line}" for line in lines)
+
+    def _chosen(self) -> Chosen:
+        """For the present number of ranks; made anew where that has changed."""
+        config = self._pool.arrangement.config if self._pool is not None else self.config
+        planned, chosen = self._planned
+        if planned is not config:
+            here = self._device == "cpu" or torch.cuda.is_available()
+            with contextlib.suppress(EpserveError):  # nothing that this machine could plan: the ranks' names suffice
+                chosen = rank_plan.plan_ranks(config, self.info, device=self._device, here=here).chosen
+            self._planned = config, chosen
+        return chosen
 
     def _rank_status(self, member) -> RankStatus:
         facts, report, pulse = member.facts, member.report, member.pulse

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
+from epserve.models import Stamp
 from epserve.rank_plan import RankPlan
 from epserve.step import Arrangement, StepPlan
 
@@ -57,9 +58,12 @@ class Pool:
         plan: RankPlan,
         *,
         device: str,
+        stamp: Stamp,
         on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
+        """stamp: of the checkpoint from which the plan was made; ranks read no other one."""
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
+        self.stamp = stamp
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))
         self.gang, self.agents = Gang(config, device), Agents()
         self.spares = Spares(
@@ -96,6 +100,11 @@ class Pool:
         return self.supervisor.experts_missing
 
     @property
+    def stuck(self) -> str:
+        """Why the service will not come back by itself; empty: it will, or is there."""
+        return self.supervisor.stuck
+
+    @property
     def missing(self) -> dict[int, tuple[int, ...]]:
         """Layer -> experts that are on no rank while the others go on without; layers that miss none are absent."""
         return {layer: each.missing for layer, each in self.arrangement.placements.items() if each.missing}
@@ -109,7 +118,10 @@ class Pool:
         engine = self.config.engine
         if self.config.cluster.data_path != "sockets":
             self.arena = Arena(self.config.cluster.shared_memory_bytes)
-        await self.reserve(engine.ranks + engine.spares)
+        digested, _ = await asyncio.gather(
+            asyncio.to_thread(self.stamp.with_digest), self.reserve(engine.ranks + engine.spares)
+        )
+        self.stamp = self.spares.start = digested
         self._store = self._new_store()  # imports torch while the ranks do
         self.members = [self.new_member(rank) for rank in range(engine.ranks)]
         await self.prepare(self.members, self.arrangement)
@@ -273,9 +285,10 @@ class Pool:
 
     def discard(self, member: Member) -> None:
         member.discard()
-        if member.place is not None:
+        if member.place is not None:  # else a standby, or it was discarded before
             # Who never came up says nothing about the place: the next one there is started by Ray.
             self.gang.give(member.place, member.facts if member.report is not None or not member.stood_by else None)
+            member.place = None
 
     def refill_standbys(self, **when: Any) -> None:
         nodes = {member.facts.node_id for member in self.members if member.facts is not None}
@@ -287,7 +300,9 @@ class Pool:
         known = [member for member in new if member.facts is not None]  # spares: one call instead of three
         await self._set_up([member for member in new if member.facts is None], arrangement)
         here = ray.get_runtime_context().get_node_id()
-        taken = await asyncio.gather(*(member.take_over(arrangement, here, timeout=limit) for member in known))
+        taken = await asyncio.gather(
+            *(member.take_over(arrangement, self.stamp, here, timeout=limit) for member in known)
+        )
         for member, (facts, address, report) in zip(known, taken, strict=True):
             member.facts, member.report = facts, report
             await self._connect(member, address)
@@ -295,7 +310,7 @@ class Pool:
 
     async def _set_up(self, new: Sequence[Member], arrangement: Arrangement) -> None:
         limit = self.config.cluster.start_timeout_s
-        facts = await call_all(new, "set_up", arrangement, timeout=limit, numbered=True)
+        facts = await call_all(new, "set_up", arrangement, self.stamp, timeout=limit, numbered=True)
         for member, each in zip(new, facts, strict=True):
             member.facts = each
         check_distinct_gpus([each.facts for each in {*self.members, *new} if each.facts is not None])
@@ -329,9 +344,11 @@ class Pool:
             slowest: dict[str, float] = max(parts, key=lambda each: sum(each.values()))
             marks.seconds.update(slowest)
         explained = await call_all(self.members, "explain", timeout=limit)
-        self.explanation = tuple(explained[0][0])
-        for member, (_, choices) in zip(self.members, explained, strict=True):
-            member.experts_choices = choices
+        self.explanation = explained[0].notes
+        for member, each in zip(self.members, explained, strict=True):
+            member.experts_choices = each.choices
+            if member.report is not None:
+                member.report = replace(member.report, backends=each.backends, weights_bytes=each.weights_bytes)
 
     def set_serving(self) -> None:
         if self.closing:

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,9 +18,8 @@ from epserve import allocator, logs, rank_plan
 from epserve.backend_choice import Chosen
 from epserve.config import Config
 from epserve.errors import InternalError, NotReady
-from epserve.models import open_checkpoint
+from epserve.models import Stamp, UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.modular_kernel.selection import Choice
 from epserve.placement import Placement
 from epserve.step import Arrangement, Counters, LoadReport, StepPlan
 from epserve.worker import Worker
@@ -30,7 +30,7 @@ from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
-from .reports import Outcome, Pulse, RankFacts
+from .reports import Outcome, Pulse, RankFacts, Standing
 from .transport import LinkAddress, StepServer
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class RankActor:
         allocator.settle()
         self._trimmed = time.monotonic()
         logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
+        self._checkpoint: UnchangedCheckpoint | None = None
         self._copies: HostCopies | None = None
         self._worker: Worker | None = None
         self._server: StepServer | None = None
@@ -138,10 +139,10 @@ class RankActor:
         """The place of a process that is gone. `set_up` or `warm` comes next, and takes its device."""
         self._before_me = before_me
 
-    def _warm(self) -> RankFacts:
+    def _warm(self, start: Stamp | None = None) -> RankFacts:
         """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
         uuid = self._take_device()
-        checkpoint = open_checkpoint(self._config.model.path, self._config.model.dtype)
+        checkpoint = self._checkpoint = self._open(start)
         plan = rank_plan.plan_ranks(self._config, checkpoint.info, device=self._device.type)
         plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
         if self._config.engine.spare_weights == "host":
@@ -152,8 +153,14 @@ class RankActor:
         gc.freeze()
         return self._facts(uuid)
 
-    def _take_over(self, rank: int, arrangement: Arrangement, local: bool) -> tuple[RankFacts, LinkAddress, LoadReport]:
-        return self._set_up(rank, arrangement), self._listen(local), self._load()
+    def _open(self, start: Stamp | None) -> UnchangedCheckpoint:
+        """Raises CheckpointError where it is not the one that the service has started with."""
+        return UnchangedCheckpoint(self._config.model.path, self._config.model.dtype, start=start)
+
+    def _take_over(
+        self, rank: int, arrangement: Arrangement, start: Stamp, local: bool
+    ) -> tuple[RankFacts, LinkAddress, LoadReport]:
+        return self._set_up(rank, arrangement, start), self._listen(local), self._load()
 
     def _take_device(self) -> str:
         """The GPU's id; empty on a CPU."""
@@ -175,12 +182,13 @@ class RankActor:
             )
         return uuid
 
-    def _set_up(self, rank: int, arrangement: Arrangement) -> RankFacts:
+    def _set_up(self, rank: int, arrangement: Arrangement, start: Stamp | None = None) -> RankFacts:
         self._rank, self._config = rank, arrangement.config
         uuid = self._take_device()
         self._worker = Worker(
-            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies
-        )
+            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies,
+            checkpoint=self._checkpoint or self._open(start),  # a spare opened it before, which suffices for its copies
+        )  # fmt: skip
         self._copies = None  # goes when the worker has read from it
         gc.freeze()  # what imports left behind: collecting after a failure otherwise takes 0.2 s, while all wait
         return self._facts(uuid)
@@ -257,9 +265,27 @@ class RankActor:
             worker.capture_staged(layer)
         return dict(source.came_from)
 
-    def _explain(self) -> tuple[list[str], tuple[Choice, ...]]:
+    def _out_of_reach(self, arrangement: Arrangement) -> tuple[int, ...]:
         assert self._worker is not None
-        return self._worker.explain(), self._worker.experts_choices()
+        return self._worker.out_of_reach(self._rank, arrangement)
+
+    def _secure(
+        self, arrangement: Arrangement, layers: Sequence[int], holders: dict[int, dict[int, list[LinkAddress]]]
+    ) -> None:
+        """For `leave`: take the experts of `layers` from other ranks, since the checkpoint cannot be read. By layer: holders."""
+        worker = self._worker
+        assert worker is not None
+        for layer in layers:
+            found = {} if arrangement.placements[layer].layout.slices > 1 else holders[layer]
+            worker.secure(self._rank, arrangement, PeerSource(worker.held, found, fallback=worker), (layer,))
+
+    def _explain(self) -> Standing:
+        worker = self._worker
+        assert worker is not None
+        return Standing(
+            notes=tuple(worker.explain()), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
+            weights_bytes=worker.weights_bytes,
+        )  # fmt: skip
 
     def _adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from epserve.modular_kernel.selection import Choice
 from epserve.step import Counters
 
 from .failure import Failure
@@ -36,6 +37,16 @@ class Pulse:
     step_seconds: float
     counters: Counters
     late_compiles: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a rank is in the present arrangement: `notes` on what it measured and chose, its backends, its experts' bytes."""
+
+    notes: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    backends: tuple[str, str]
+    weights_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

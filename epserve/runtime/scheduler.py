@@ -52,6 +52,9 @@ class Ranks(Protocol):
     @property
     def experts_missing(self) -> bool: ...
 
+    @property
+    def stuck(self) -> str: ...
+
     async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
 
 
@@ -111,8 +114,12 @@ class Scheduler:
             self._queued[item.batch.layer] -= item.batch.num_tokens
 
     def refuse_waiting(self) -> None:
-        """Experts are missing: unless requests shall wait for them, all that wait now are refused."""
-        if not self._wait:
+        """Experts are missing: unless requests shall wait for them, all that wait now are refused; where nobody brings them, in
+        any case.
+        """
+        if stuck := self._ranks.stuck:
+            self._fail(self._open, NotReady(stuck))
+        elif not self._wait:
             self._fail(self._open, RankFailed(MISSING))
 
     async def drain(self, timeout: float) -> bool:
@@ -136,6 +143,8 @@ class Scheduler:
         left = batch.deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the deadline passed {-left:.3f} s before the request was queued")
+        if stuck := self._ranks.stuck:
+            raise NotReady(stuck)
         if not self._wait and self._ranks.experts_missing:
             raise RankFailed(MISSING)
         queued, limit = self._queued[batch.layer], self._config.max_queued_tokens

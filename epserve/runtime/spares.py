@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from epserve.models import Stamp
+
 from .members import Member
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ class Spares:
         self._make, self._enough, self._timeout = make, enough, start_timeout_s
         self._ready: list[Member] = []
         self._filling: asyncio.Task | None = None
+        self.start: Stamp | None = None
+        """What the checkpoint looked like when the service started: a spare takes no other one."""
 
     @property
     def ready(self) -> int:
@@ -67,7 +71,7 @@ class Spares:
         while len(self._ready) < self._enough:
             spare = self._make()
             try:
-                outcome = await spare.call("warm", timeout=self._timeout)
+                outcome = await spare.call("warm", self.start, timeout=self._timeout)
             except asyncio.CancelledError:
                 self._drop(spare)
                 raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayError
 
 from epserve import rank_plan
-from epserve.errors import EpserveError
+from epserve.errors import EpserveError, OperatorError
 from epserve.step import Arrangement
 
 from .failure import Failure, RankLost
@@ -35,6 +35,10 @@ BLAME_S = (
     60.0  # a rank that makes two steps fail within this time is replaced: it may lack memory, or its device is ill
 )
 RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # pauses between attempts to rebuild; the last one repeats
+STUCK_RETRY_S = (
+    30.0  # instead of the last one, where only an operator can help: each attempt costs the start of a process
+)
+PLANNED_ATTEMPTS = 3  # to another number of ranks; then back to what there was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,10 @@ class Supervisor:
         self.cause = ""
         self.recoveries: list[Recovery] = []
         self.experts_missing = False
+        self.stuck = ""
+        """Why the service will not come back before somebody has done something; empty: it will, as far as is known."""
         self.on_missing: Callable[[], None] = lambda: None
-        """Called when a recovery has to wait for a process to start."""
+        """Called when a recovery has to wait for a process to start, and when it is stuck."""
         self._silent: set[Member] = set()
         self._unreachable: set[str] = set()  # addresses of nodes on which nothing could be ended
         self._spoilt: set[Member] = set()
@@ -110,20 +116,23 @@ class Supervisor:
     def rebuilding(self) -> bool:
         return self._rebuilding is not None and not self._rebuilding.done()
 
-    def rebuild(self, cause: str, *, planned: bool = False) -> asyncio.Task:
-        """Take all members into the pool's arrangement, replacing those that are gone, until it succeeds."""
+    def rebuild(self, cause: str, *, back: Callable[[Exception], None] | None = None) -> asyncio.Task:
+        """Take all members into the pool's arrangement, replacing those that are gone, until it succeeds.
+
+        back: of a planned change; called once when that fails, it makes the pool what it was before.
+        """
         assert not self.rebuilding
         self.cause = cause
         self._pool.serving.clear()
-        self._pool.on_state("resizing" if planned else "recovering")
-        self._rebuilding = asyncio.ensure_future(self._rebuild(planned))
+        self._pool.on_state("resizing" if back is not None else "recovering")
+        self._rebuilding = asyncio.ensure_future(self._rebuild(back))
         return self._rebuilding
 
-    async def settled(self) -> None:
-        """Waits for a rebuilding that goes on."""
-        while self.rebuilding:
+    async def settled(self, timeout: float) -> None:
+        """Waits for a rebuilding that goes on, at most that long."""
+        if self.rebuilding:
             assert self._rebuilding is not None
-            await asyncio.wait([self._rebuilding])
+            await asyncio.wait([self._rebuilding], timeout=timeout)
 
     def blame(self, member: Member, failure: Failure) -> None:
         """A step, or joining the others, failed because of this rank.
@@ -163,14 +172,15 @@ class Supervisor:
                 counted, next_count = pool.tokens_total, time.monotonic() + LOAD_S
                 await asyncio.gather(*(member.read_load(pool.load) for member in members))
 
-    async def _rebuild(self, planned: bool) -> None:
+    async def _rebuild(self, back: Callable[[Exception], None] | None) -> None:
         pool, start = self._pool, time.monotonic()
         replaced: set[int] = set()
-        by = "regroup"
+        by, planned = "regroup", back is not None
         if planned:
             await pool.steps_done()
         for attempt in range(1_000_000):
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            last = STUCK_RETRY_S if self.stuck else RETRY_S[-1]
+            await asyncio.sleep(RETRY_S[attempt] if attempt < len(RETRY_S) else last)
             try:
                 marks = Marks()
                 dead = await self._find_dead()
@@ -187,6 +197,13 @@ class Supervisor:
                 log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
                 if isinstance(error, RankLost) and 0 <= error.failure.rank < len(pool.members):
                     self.blame(pool.members[error.failure.rank], error.failure)
+                if back is not None and (isinstance(error, OperatorError) or attempt + 1 >= PLANNED_ATTEMPTS):
+                    log.warning("%s failed; back to what there was", self.cause)
+                    back(error)
+                    back = None
+                elif isinstance(error, OperatorError) and by != "spare":  # without the spare there may be other ways
+                    self.stuck = str(error)
+                    self.on_missing()
         seconds = time.monotonic() - start
         if not planned or replaced:
             done = Recovery(
@@ -196,6 +213,7 @@ class Supervisor:
             log.warning("recovered in %.2f s by %s, lost ranks %s (%s)", seconds, by, list(done.replaced), marks)
         self._rebuilding = None
         self.experts_missing = False
+        self.stuck = ""
         pool.set_serving()
         pool.spares.refill()
         pool.refill_standbys()

@@ -123,12 +123,12 @@ def unpack(w, ws, row, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.con
     FAST: tl.constexpr = not EXACT and tl.bfloat16 == TO  # the interpreter has no assembler, fp16 no range for scales
     if FAST:
         low = None
+        FLOATS: tl.constexpr = ASM_INT4 if PACKED == INT4 else ASM_FP4
+        ASM: tl.constexpr = ASM_MXFP4 if ws.dtype.element_ty == tl.uint8 else FLOATS
         if ws.dtype.element_ty == tl.uint8:
-            ASM: tl.constexpr = ASM_MXFP4
             field = tl.minimum(s + 64, 254)
             high = _per_word((field << 7) | (field << 23), BN, BK, GROUP)
         else:
-            ASM: tl.constexpr = ASM_INT4 if PACKED == INT4 else ASM_FP4
             wide = s.to(tl.float32)
             if PACKED == FP4:
                 wide *= PART

@@ -1,5 +1,6 @@
 """`python -m epserve`."""
 
-from epserve.cli import main
+from epserve.entry import main
 
-main()
+if __name__ == "__main__":
+    main()

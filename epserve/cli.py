@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epserve import __version__, admin_cli, cluster_cli, logs, profile_cli, tune_cli
+from epserve import __version__, admin_cli, cluster_cli, entry, logs, profile_cli, tune_cli
 from epserve.admin_cli import Authority
 from epserve.errors import EpserveError
 
@@ -43,6 +43,8 @@ def _top(
     if version:
         print(f"epserve {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand not in ("serve", "front-end"):  # these have handlers of their own
+        entry.as_usual()
     level = logging.DEBUG if verbose else logging.INFO
     logs.configure(level=level)
 
@@ -71,7 +73,7 @@ def serve(
     logs.configure(loaded.server.log_format)
     from epserve.service import serve as run
 
-    asyncio.run(run(loaded, ready_file=ready_file))
+    raise typer.Exit(asyncio.run(run(loaded, ready_file=ready_file, own_process=True)))
 
 
 @app.command()
@@ -105,7 +107,7 @@ def front_end(
         default_deadline_s=scheduler.default_deadline_s,
         drain_timeout_s=scheduler.drain_timeout_s,
     )
-    asyncio.run(run(server, joining, ready_file=ready_file))
+    raise typer.Exit(asyncio.run(run(server, joining, ready_file=ready_file, own_process=True)))
 
 
 def _overrides(items: list[str] | None) -> dict[str, Any]:

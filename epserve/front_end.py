@@ -41,13 +41,15 @@ class Joining:
     """Process that started this one; when it is gone, so is this one. 0: none."""
 
 
-async def serve(config: ServerConfig, joining: Joining, *, ready_file: Path | None = None) -> None:
-    """Until SIGTERM or SIGINT; then finish what was accepted and return. Raises ConfigError when it cannot join, or when
-    the other process serves something else now."""
+async def serve(
+    config: ServerConfig, joining: Joining, *, ready_file: Path | None = None, own_process: bool = False
+) -> int:
+    """Until SIGTERM or SIGINT; then finish what was accepted and return the exit code (as `service.serve`). Raises ConfigError
+    when it cannot join, or when the other process serves something else now."""
     allocator.settle()
     if ready_file is not None:
         claim(ready_file)
-    await until_signalled(lambda listen: _serve(config, joining, ready_file, listen))
+    return await until_signalled(lambda listen: _serve(config, joining, ready_file, listen), own_process=own_process)
 
 
 async def _serve(config: ServerConfig, joining: Joining, ready_file: Path | None, listen: Listen) -> None:
@@ -101,11 +103,10 @@ def main() -> int:
     logs.configure(config.log_format, level=given["log_level"], members=lambda: {"front_end": number})
     joining = Joining(**{**given["joining"], "secret": bytes.fromhex(given["joining"]["secret"])})
     try:
-        asyncio.run(serve(config, joining))
+        return asyncio.run(serve(config, joining, own_process=True))
     except EpserveError as error:
         log.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
-    return 0
 
 
 if __name__ == "__main__":

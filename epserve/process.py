@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,40 +21,95 @@ from epserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+START_STOP_S = 2.0
+"""Nothing has been accepted during a start, so that nothing is worth a longer wait: Ray's own start cannot be broken off for up
+to half a minute."""
+KILL_S = 5.0
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
 Listen = Callable[[Callable[[], None]], None]
 """Once everything runs: takes what SIGHUP is to do."""
 
 
-async def until_signalled(work: Callable[[Listen], Coroutine]) -> None:
-    """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second one ends the process and all it started."""
+async def until_signalled(work: Callable[[Listen], Coroutine], *, own_process: bool = False) -> int:
+    """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second one ends the process and all it started.
+
+    Returns the process's exit code: 0, or 128 + the signal's number where that came before `work` called `listen`.
+    own_process: this process is for `work` alone. A start that does not end within START_STOP_S is then ended with the process.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ready, code = False, 0
 
-    def on_signal(number: signal.Signals) -> None:
-        log.info("%s: draining; send it again to stop at once", number.name)
+    # NOTE: not by the loop's own handlers: the loop may be what is stuck.
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal code
+        arm(_at_once)
+        code = 0 if ready else 128 + number
+        if own_process and not ready:
+            _Watchdog(number).start()
+        loop.call_soon_threadsafe(cancel, signal.Signals(number).name)
+
+    def cancel(name: str) -> None:
+        rest = "draining; send it again to stop at once" if ready else "stopping before every rank was ready"
+        log.info("%s: %s", name, rest)
         stop.set()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(each)
-            signal.signal(each, _at_once)  # not through the loop, which may be what is stuck
 
-    def listen(reload: Callable[[], None] | None = None) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal, number)
-        if reload is not None:
-            loop.add_signal_handler(signal.SIGHUP, reload)
+    def listen(reload: Callable[[], None]) -> None:
+        nonlocal ready
+        ready = True
+        if not stop.is_set():
+            arm(on_signal)  # again: Ray's start may have put handlers of its own in between
+        loop.add_signal_handler(signal.SIGHUP, reload)
 
-    listen()
-    # The handler of a second signal stays: after this, Python still waits for threads that cannot be cancelled.
-    await _until(stop, work(listen))
+    arm(on_signal)
+    try:
+        await _until(stop, work(listen))
+    finally:
+        # After a signal the handler of a second one stays: Python still waits for threads that cannot be cancelled.
+        if not stop.is_set():
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    return code
+
+
+def arm(handler: Callable[[int, Any], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+class _Watchdog(threading.Timer):
+    """Ends the process when it has not ended by itself."""
+
+    def __init__(self, number: int):
+        super().__init__(START_STOP_S, end_all, (number,))
+        self.daemon = True
 
 
 def _at_once(number: int, frame: Any) -> None:
-    """Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
+    log.warning("%s again: stopping at once", signal.Signals(number).name)
+    end_all(number)
 
+
+def end_all(number: int) -> None:
+    """This process as by the signal, and all that it started.
+
+    Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
     NOTE: no clean-up by Python's or Ray's own hooks, which wait ten seconds for a start that is under way.
     """
-    log.warning("%s again: stopping at once", signal.Signals(number).name)
-    node.end(node.descendants({os.getpid()}), 0.0)
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # Linux only: what loses its parent becomes our child, and is found
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    deadline = time.monotonic() + KILL_S
+    while (
+        left := node.descendants({os.getpid()})
+    ) and time.monotonic() < deadline:  # again: some were just being started
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)  # at SIGTERM some would print a farewell
+        time.sleep(0.02)
     os._exit(128 + number)
 
 
@@ -89,6 +148,7 @@ async def _until(stop: asyncio.Event, work: Coroutine) -> None:
             task.cancel()
         await task
     except asyncio.CancelledError:
-        log.info("stopped before every rank was ready")
+        if not stop.is_set():
+            raise
     finally:
         stopping.cancel()

@@ -103,16 +103,18 @@ async def _joining(engine: Engine, config: Config, others: Others) -> AsyncItera
             await port.close()
 
 
-async def serve(config: Config, *, ready_file: Path | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what was accepted and return. A second signal acts as by default.
-    SIGHUP reads the tokens file again.
+async def serve(config: Config, *, ready_file: Path | None = None, own_process: bool = False) -> int:
+    """Serve until SIGTERM or SIGINT; then finish what was accepted and return the process's exit code: 0, or 128 + the signal's
+    number where it came before everything ran. A second signal ends this process and what it started at once. SIGHUP reads
+    the tokens file again.
 
     ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
+    own_process: as in `until_signalled`.
     """
     allocator.settle()
     if ready_file is not None:
         claim(ready_file)
-    await until_signalled(lambda listen: _serve(config, ready_file, listen))
+    return await until_signalled(lambda listen: _serve(config, ready_file, listen), own_process=own_process)
 
 
 async def _serve(config: Config, ready_file: Path | None, listen: Listen) -> None:

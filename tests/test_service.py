@@ -11,8 +11,11 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from epserve import service
+from epserve.cluster import node
+from epserve.models.demo import write_demo_checkpoint
 from tests.grpc_calls import until
 
 CONFIG = SimpleNamespace(engine=SimpleNamespace(ranks=2), server=SimpleNamespace(host="127.0.0.1"))
@@ -60,7 +63,7 @@ async def test_a_signal_ends_the_service_after_its_drain(parts, tmp_path, number
     os.kill(os.getpid(), signal.SIGHUP)
     await until(lambda: parts.history == ["reload"])
     os.kill(os.getpid(), number)
-    await asyncio.wait_for(task, 30)
+    assert await asyncio.wait_for(task, 30) == 0
     assert parts.history == ["reload", "closed"]
     assert not ready.exists()
 
@@ -71,7 +74,7 @@ async def test_a_signal_while_the_ranks_load_ends_it_too(parts, tmp_path):
     task = asyncio.create_task(service.serve(CONFIG, ready_file=ready))
     await until(lambda: parts.loading)  # with handlers: a signal without would end this process
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(task, 30)
+    assert await asyncio.wait_for(task, 30) == 128 + signal.SIGTERM
     assert parts.history == ["closed"]
     assert not ready.exists()
 
@@ -102,6 +105,75 @@ async def test_a_second_signal_ends_a_start_at_once_and_what_it_started():
     assert await asyncio.to_thread(process.wait, 60) == 128 + signal.SIGINT
     await until(lambda: not alive(child))
     process.stdout.close()
+
+
+async def test_a_start_that_cannot_be_broken_off_ends_with_the_process():
+    limit = "from epserve import process\nprocess.START_STOP_S = 0.3\n"
+    code = limit + STUCK.replace("until_signalled(work)", "until_signalled(work, own_process=True)")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(await asyncio.to_thread(process.stdout.readline))
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 60) == 128 + signal.SIGTERM
+    await until(lambda: not alive(child))
+    process.stdout.close()
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["epserve", "--version"]
+from epserve.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_imports_is_one_line(number):
+    code = INTERRUPTED_IMPORT.format(number=number.name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"epserve: {number.name}: stopped\n")
+
+
+@pytest.mark.slow
+async def test_a_signal_while_ray_starts_leaves_nothing(tmp_path):
+    write_demo_checkpoint(
+        "mixtral",
+        tmp_path / "m",
+        dtype=torch.float32,
+        hidden=32,
+        intermediate=16,
+        num_experts=4,
+        top_k=2,
+        num_layers=1,
+        seed=1,
+    )
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {{path: {tmp_path / 'm'}}}\nengine: {{device: cpu}}\nserver: {{port: 0}}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "epserve", "serve", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while "stopped -> starting" not in (line := await asyncio.to_thread(process.stdout.readline)):
+            assert line, "it has ended"
+        await until(lambda: node.descendants({process.pid}))
+        started = node.descendants({process.pid})
+        process.send_signal(signal.SIGTERM)
+        shown, _ = await asyncio.to_thread(process.communicate, timeout=60)
+    finally:
+        node.end(node.descendants({process.pid}) | {process.pid}, 0.0)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: stopping before every rank was ready" in shown
+    assert "Traceback" not in shown and "***" not in shown and "raylet" not in shown
+    assert not any(map(alive, started))
 
 
 def alive(pid):

@@ -5,3 +5,10 @@ import os
 # Ray prints its own page about each process that dies on the standard output of whoever started the service, also with
 # log_to_driver=False; our log says which rank it was and what follows. Ray reads its documented filter when it is imported.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")
+
+# Ray's handler of native crashes also takes SIGTERM, and prints a native stack for it. Read at the same time; the ranks keep
+# the handler, since `Cluster.connect` takes this out of the environment before it starts anything.
+OWN_SIGNALS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+FOR_US_ALONE = OWN_SIGNALS not in os.environ
+if FOR_US_ALONE:
+    os.environ[OWN_SIGNALS] = "1"

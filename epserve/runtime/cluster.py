@@ -21,6 +21,7 @@ from epserve.cluster import node
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
 
+from . import FOR_US_ALONE, OWN_SIGNALS
 from .reports import RankFacts
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Cluster:
         """Blocks for some seconds. Raises ConfigError within 30 s when a given address cannot be reached."""
         address = config.cluster.address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if FOR_US_ALONE:
+            os.environ.pop(OWN_SIGNALS, None)
         _plain_excepthook()
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():

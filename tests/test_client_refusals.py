@@ -213,12 +213,14 @@ class TestAttempts:
         waits = attempt_until_raised(RetryPolicy(), 10.0, clock, Overloaded("full", retry_after_s=3.0))
         assert waits == [3.0, 3.0, 3.0]
 
-    def test_a_last_attempt_that_runs_out_of_time_tells_what_was_seen_before(self, clock):
-        attempts, late = Attempts(RetryPolicy(), 1.0), DeadlineExceeded("no reply came")
-        clock.seconds += attempts.wait_after(NotReady("Connection refused"))
-        with pytest.raises(DeadlineExceeded):
-            attempts.wait_after(late)
-        assert late.__notes__[-1] == "the attempt before: NotReady: Connection refused"
+    @pytest.mark.parametrize(("took_s", "raised"), [(0.5, NotReady), (20.0, DeadlineExceeded)])
+    def test_a_last_attempt_with_little_time_says_less_than_the_one_before(self, clock, took_s, raised):
+        attempts = Attempts(RetryPolicy(), 0.6 if took_s < 1 else 20.1)
+        clock.seconds += attempts.wait_after(NotReady("Connection refused")) + took_s
+        with pytest.raises(raised) as error:
+            attempts.wait_after(DeadlineExceeded("no reply came"))
+        assert error.value.__notes__[0].startswith("after 2 attempts")
+        assert raised is NotReady or error.value.__notes__[1] == "the attempt before: NotReady: Connection refused"
 
 
 async def test_a_service_that_comes_after_more_than_ten_attempts_is_found():

@@ -22,25 +22,31 @@ class Attempts:
         self._deadline = time.monotonic() + self._timeout_s
         self._made = 0
         self._before: EpserveError | None = None
+        """What the attempt before ended with; the present one began at `_began`."""
+        self._began = 0.0
 
     def remaining(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def wait_after(self, error: EpserveError) -> float:
-        """Seconds until the next attempt; raises `error` when there is none."""
+        """Seconds until the next attempt; raises the error when there is none."""
         self._made += 1
-        policy, left = self._policy, self._deadline - time.monotonic()
+        policy, now = self._policy, time.monotonic()
+        left = self._deadline - now
         longest = min(policy.first_s * 2.0 ** min(self._made - 1, 64), policy.longest_s)
         # Near the deadline the waits become short again, so that the last attempt is made just before it.
         wait = min(random.uniform(longest / 2, longest), max(left / 2, policy.first_s / 2))
         wait = max(wait, getattr(error, "retry_after_s", 0.0))
         if not error.retryable or self._made == policy.attempts or wait >= left:
+            before = self._before if isinstance(error, DeadlineExceeded) else None
+            if before is not None and now - self._began < policy.longest_s:
+                error, before = before, None  # the last attempt had little time, so that this says more
             if self._made > 1:
                 error.add_note(f"after {self._made} attempts in {self._timeout_s:g} s at most")
-            if self._before is not None and isinstance(error, DeadlineExceeded):
-                error.add_note(f"the attempt before: {type(self._before).__name__}: {self._before}")
+            if before is not None:
+                error.add_note(f"the attempt before: {type(before).__name__}: {before}")
             raise error
-        self._before = error
+        self._before, self._began = error, now + wait
         return wait
 
 

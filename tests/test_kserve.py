@@ -208,6 +208,7 @@ class TestModelInfer:
         for error in errors:
             assert error.code() is grpc.StatusCode.NOT_FOUND
             assert "layer-1, layer-2, layer-3, layer-7" in error.details()
+            assert dict(error.trailing_metadata())["epserve-field"] == "model_name"
 
     async def test_small_integers_are_checked_against_their_type(self):
         ids = Input(name="topk_ids", datatype="INT8", shape=(2, 1), contents=Contents(int_contents=[300, 0]))

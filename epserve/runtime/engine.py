@@ -297,7 +297,8 @@ class Engine:
         shape, hidden = self.plan.spec.shape, batch.hidden
         if batch.layer not in self.plan.layers:
             served = ", ".join(map(str, self.plan.layers))
-            raise UnknownLayer(f"layer {batch.layer} is not a served MoE layer of {self.info.name} (served: {served})")
+            text = f"layer {batch.layer} is not a served MoE layer of {self.info.name} (served: {served})"
+            raise UnknownLayer(text, field="layer")
         if hidden.ndim != 2 or hidden.shape[1] != shape.hidden:
             text = f"hidden_states: shape {tuple(hidden.shape)}, the model has (tokens, {shape.hidden})"
             raise InvalidRequest(text, field="hidden_states")
@@ -317,7 +318,8 @@ class Engine:
             routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)
             batch = replace(batch, ids=routing.ids_Mt, weights=routing.weights_Mt, routing_checked=True)
         if ids.shape[1] > shape.top_k:
-            raise TooLarge(f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}")
+            text = f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}"
+            raise TooLarge(text, field="topk_ids")
         return batch
 
 

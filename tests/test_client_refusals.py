@@ -258,6 +258,14 @@ class TestTls:
             with pytest.raises(NotReady, match="may speak no TLS: leave tls and tls_ca out"):
                 await client.forward(1, X)
 
+    def test_files_that_hold_no_certificate(self, certificates):
+        for tls, message in (
+            (Tls(ca=certificates / "names"), r"tls\.ca \(tls_ca\): .*names holds no certificate"),
+            (Tls(cert=certificates / "client.pem", key=certificates / "server.key"), "are no PEM pair"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                Client(NOBODY, ClientOptions(tls=tls))
+
     def test_an_authority_that_did_not_sign(self, certificates):
         names = {"tls_cert": "server.pem", "tls_key": "server.key"}
         options = ClientOptions(retry=ONCE, tls=Tls(ca=certificates / "client.pem"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,8 +34,27 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials:
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key come together")
+        self._check()
         ca, key, cert = (None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def _check(self) -> None:
+        """Raises ConfigError for files that gRPC would only complain of on stderr, each time that it connects."""
+        probe = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca is not None:
+                _read(self.ca)
+                probe.load_verify_locations(self.ca)
+        except ssl.SSLError as error:
+            raise ConfigError(f"tls.ca (tls_ca): {self.ca} holds no certificate in PEM: {error}") from None
+        if self.cert is None or self.key is None:
+            return
+        for path in (self.cert, self.key):
+            _read(path)
+        try:
+            probe.load_cert_chain(self.cert, self.key, password="")  # one with a password: an error, not a prompt
+        except ssl.SSLError as error:
+            raise ConfigError(f"tls.cert, tls.key: {self.cert} and {self.key} are no PEM pair: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -70,7 +71,7 @@ def serve(
     if front_ends is not None:
         overrides["server.front_ends"] = front_ends
     loaded = load_config(config, overrides)
-    logs.configure(loaded.server.log_format)
+    _log_as(loaded.server.log_format)
     from epserve.service import serve as run
 
     raise typer.Exit(asyncio.run(run(loaded, ready_file=ready_file, own_process=True)))
@@ -99,7 +100,7 @@ def front_end(
     from epserve.front_end import serve as run
 
     server, scheduler = load_front_end(config, _overrides(set_))
-    logs.configure(server.log_format)
+    _log_as(server.log_format)
     joining = Joining(
         address=join,
         secret=read_secret(secret_file),
@@ -108,6 +109,14 @@ def front_end(
         drain_timeout_s=scheduler.drain_timeout_s,
     )
     raise typer.Exit(asyncio.run(run(server, joining, ready_file=ready_file, own_process=True)))
+
+
+def _log_as(form: Literal["text", "json"]) -> None:
+    """Of a process that serves; with json nothing else is on its streams."""
+    logs.configure(form)
+    if form == "json":
+        logs.take_streams(stdout=True)
+    faulthandler.enable()  # in place of Ray's handler of native crashes, which would take SIGTERM too
 
 
 def _overrides(items: list[str] | None) -> dict[str, Any]:
@@ -247,10 +256,18 @@ def main() -> None:
     try:
         app()
     except EpserveError as error:
+        if logs.is_json():
+            logging.getLogger("epserve").error("%s", error)
+            sys.exit(2)
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not logs.is_json():
+            raise
+        logging.getLogger("epserve").critical("uncaught: %s", error, exc_info=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,8 @@ def main() -> int:
     config = ServerConfig.model_validate(given["server"])
     number = given["number"]
     logs.configure(config.log_format, level=given["log_level"], members=lambda: {"front_end": number})
+    if config.log_format == "json":
+        logs.take_streams()
     joining = Joining(**{**given["joining"], "secret": bytes.fromhex(given["joining"]["secret"])})
     try:
         return asyncio.run(serve(config, joining, own_process=True))

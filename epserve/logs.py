@@ -6,10 +6,12 @@ with their own types; nothing has to be logged twice.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -24,6 +26,7 @@ _CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _PROSE = r"(?!(?<=authorization: )(?!bearer\b|basic\b)[a-z]+ [a-z]+\b)"
 """Our own refusals say "authorization: missing or unknown bearer token"; a header has a scheme there, or one word."""
 _NAMED = re.compile(rf"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*){_PROSE}['\"]?[^\s,'\"]+")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
 
 
@@ -93,7 +96,8 @@ def configure(
     members: Members = dict,
 ) -> None:
     """One handler of the root logger on `stream` (stderr by default), in the chosen form; in place of an earlier one."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    stderr = sys.stderr.real if isinstance(sys.stderr, _LogStream) else sys.stderr
+    handler = logging.StreamHandler(stream or stderr)
     handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(members))
     root = logging.getLogger()
     for old in [each for each in root.handlers if isinstance(each.formatter, TextFormatter | JsonFormatter)]:
@@ -101,6 +105,72 @@ def configure(
     root.addHandler(handler)
     if level is not None:
         root.setLevel(level)
+
+
+def is_json() -> bool:
+    """Whether `configure` has chosen that form."""
+    return any(isinstance(each.formatter, JsonFormatter) for each in logging.getLogger().handlers)
+
+
+def adopt(name: str) -> None:
+    """A library's logger writes in our form instead of its own, where `configure` was called."""
+    if any(isinstance(each.formatter, TextFormatter | JsonFormatter) for each in logging.getLogger().handlers):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def take_streams(*, stdout: bool = False) -> None:
+    """What anybody prints in this process goes to the log, a line at a time: Ray's reports, warnings, tracebacks of threads. For
+    a process whose log is JSON; native code's own messages and the dump of a crash are beyond Python and stay as they are.
+
+    stdout: that too, to the log. Without it standard output stays what it is.
+    """
+    logging.captureWarnings(True)
+    sys.excepthook = lambda *error: logging.getLogger("epserve").critical("uncaught: %s", error[1], exc_info=error)
+    threading.excepthook = _thread_ended
+    sys.stderr = _LogStream("stderr", sys.stderr)
+    if stdout:
+        sys.stdout = _LogStream("stdout", sys.stdout)
+
+
+def _thread_ended(given: threading.ExceptHookArgs) -> None:
+    if given.exc_value is not None and not isinstance(given.exc_value, SystemExit):
+        name = given.thread.name if given.thread is not None else "a thread"
+        error = (given.exc_type, given.exc_value, given.exc_traceback)
+        logging.getLogger("epserve").error("%s ended: %s", name, given.exc_value, exc_info=error)
+
+
+class _LogStream(io.TextIOBase):
+    """A text stream whose lines are log records of the logger `name`."""
+
+    def __init__(self, name: str, real: TextIO):
+        self._log, self.real = logging.getLogger(name), real
+        self._of_thread = threading.local()
+
+    def write(self, text: str) -> int:
+        mine = self._of_thread
+        if getattr(mine, "busy", False):  # the log's own handler failed, and says so
+            return self.real.write(text)
+        *lines, mine.rest = (getattr(mine, "rest", "") + text).split("\n")
+        mine.busy = True
+        try:
+            for line in lines:
+                if shown := _COLOURS.sub("", line).strip():
+                    self._log.warning("%s", shown)
+        finally:
+            mine.busy = False
+        return len(text)
+
+    def flush(self) -> None:
+        self.real.flush()
+
+    def fileno(self) -> int:
+        return self.real.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.real.encoding
 
 
 def _plain(value: Any) -> Any:

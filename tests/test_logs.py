@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,46 @@ from epserve.serving import epserve_pb2_grpc as pb_grpc
 from tests.fake_engine import FakeEngine
 from tests.grpc_calls import Frames, connect, message
 from tests.observed import watched
+
+PRINTED = """
+import sys, threading, warnings
+from epserve import logs
+
+logs.configure("json")
+logs.take_streams(stdout=True)
+print("\\x1b[33m(raylet)\\x1b[0m A worker", "died", file=sys.stderr)
+print("on stdout")
+sys.stderr.write("half ")
+threading.Thread(target=print, args=("of another thread",)).start()
+sys.stderr.write("a line\\n")
+warnings.warn("old\\nthing")
+thread = threading.Thread(target=lambda: 1 / 0, name="t")
+thread.start()
+thread.join()
+raise ValueError("at last, token=s3cr3t")
+"""
+
+
+def test_what_a_process_prints_is_json_too():
+    done = subprocess.run([sys.executable, "-c", PRINTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    said = [(line["logger"], line["message"]) for line in lines]
+    for one in [("stderr", "(raylet) A worker died"), ("stdout", "on stdout"), ("stderr", "half a line"),
+                ("stdout", "of another thread"), ("epserve", "t ended: division by zero"),
+                ("epserve", "uncaught: at last, token=***")]:  # fmt: skip
+        assert one in said
+    assert any(logger == "py.warnings" and "old\nthing" in message for logger, message in said)
+    assert "ZeroDivisionError" in next(line["error"] for line in lines if "t ended" in line["message"])
+
+
+def test_a_refusal_at_the_door_is_json_too(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: /nowhere/at/all}\nserver: {log_format: json}")
+    command = [sys.executable, "-m", "epserve", "serve", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "/nowhere/at/all" in [json.loads(line) for line in done.stderr.splitlines()][-1]["message"]
 
 
 class TestLogs:

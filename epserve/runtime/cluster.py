@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from epserve import logs
 from epserve.cluster import node
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
@@ -53,6 +54,7 @@ class Cluster:
         if FOR_US_ALONE:
             os.environ.pop(OWN_SIGNALS, None)
         _plain_excepthook()
+        logs.adopt("ray")
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():
             return cls(started=False, joined=False, namespace=namespace, control=_control())

@@ -261,7 +261,10 @@ class TestTls:
     def test_files_that_hold_no_certificate(self, certificates):
         for tls, message in (
             (Tls(ca=certificates / "names"), r"tls\.ca \(tls_ca\): .*names holds no certificate"),
-            (Tls(cert=certificates / "client.pem", key=certificates / "server.key"), "are no PEM pair"),
+            (
+                Tls(cert=certificates / "client.pem", key=certificates / "server.key"),
+                "are no PEM pair without a password",
+            ),
         ):
             with pytest.raises(ConfigError, match=message):
                 Client(NOBODY, ClientOptions(tls=tls))

@@ -54,7 +54,9 @@ class Tls:
         try:
             probe.load_cert_chain(self.cert, self.key, password="")  # one with a password: an error, not a prompt
         except ssl.SSLError as error:
-            raise ConfigError(f"tls.cert, tls.key: {self.cert} and {self.key} are no PEM pair: {error}") from None
+            raise ConfigError(
+                f"tls.cert, tls.key: {self.cert} and {self.key} are no PEM pair without a password: {error}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,12 +153,13 @@ def call(
 
     import torch
 
-    from epserve.client import Client
+    from epserve.client import Client, ClientOptions, RetryPolicy
     from epserve.config import read_token
 
     console = Console()
     token = read_token(token_file) if token_file else None
-    with Client(address, token=token, tls_ca=tls_ca) as client:
+    soon = ClientOptions(retry=RetryPolicy(attempts=10))  # 7 s where nothing listens: somebody waits for the answer
+    with Client(address, soon, token=token, tls_ca=tls_ca) as client:
         model = client.model(timeout=timeout)
         layer = model.layers[0] if layer is None else layer
         x = torch.randn((tokens, model.hidden), generator=torch.Generator().manual_seed(seed))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGES = ("torch", "ray", "grpcio", "protobuf", "numpy", "safetensors", "triton", "transformers", "nvshmem4py-cu13")
 OURS = ("epserve", "all2all", "experts")
-SHM_BYTES = 1 << 30  # Ray's object store and the shared-memory data path live in /dev/shm
+SHM_BYTES = 1 << 30  # Ray's object store, NCCL's buffers and the regions of clients live in /dev/shm
 
 
 class Verdict(Enum):

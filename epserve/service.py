@@ -17,6 +17,7 @@ from epserve.config import Config, read_secret
 from epserve.front_ends import FrontEnds
 from epserve.process import Listen, claim, until_signalled, write_ready
 from epserve.runtime.engine import Engine
+from epserve.runtime.host import check_host
 from epserve.runtime.join_port import JoinPort
 from epserve.runtime.peers import Peers
 from epserve.serving.server import Server
@@ -33,6 +34,7 @@ async def running(config: Config, others: Others | None = None):
     """
     others = others or Others()
     engine = Engine(config)
+    check_host(config, engine.plan.spec.device)
     server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s, peers=others.peers)
     await server.start()
     try:

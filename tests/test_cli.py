@@ -6,12 +6,17 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
+from epserve import doctor
 from epserve.config import load_config, parse_config
 from epserve.errors import ConfigError
+from epserve.runtime.host import check_host
+from tests.checkpoints import write
 
 
 def epserve(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -118,6 +123,43 @@ def test_switches_and_merged_keys_stay_what_they_are(tmp_path):
         None,
     )
     assert config.cluster.cpus_per_rank == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpus_that_are_not_there_are_missed_before_anything_starts(tmp_path):
+    write("mixtral", tmp_path / "m")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"model: {{path: {tmp_path / 'm'}}}\nengine: {{device: cuda, ranks: 2}}\nserver: {{port: 0}}")
+    result = epserve("serve", str(path))
+    assert result.returncode == 2
+    assert "2 ranks need 2 GPUs, this machine has 0" in " ".join(result.stderr.split())
+    assert "listening" not in result.stderr and "starting" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "each"), [(1, {"ranks": 2}, 1), (2, {"ranks": 2, "spares": 1}, 1), (0, {}, 0)]
+)
+def test_too_few_gpus_for_the_ranks(monkeypatch, gpus, engine, each):
+    config = {"model": {"path": "x"}, "engine": engine, "cluster": {"gpus_per_rank": each}}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=f"this machine has {gpus}"):
+        check_host(parse_config(config), "cuda")
+    check_host(parse_config({**config, "cluster": {"address": "10.0.0.1:6379"}}), "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus + 1)
+    check_host(parse_config(config), "cuda")
+
+
+def test_little_shared_memory_is_said(monkeypatch, caplog):
+    usage = SimpleNamespace(free=2 << 20, total=2 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    check_host(parse_config({"model": {"path": "x"}}), "cpu")
+    assert "2.0 MiB free, Ray's object store takes 100 MiB" in caplog.text and "--shm-size" in caplog.text
+    (finding,) = (each for each in doctor.examine() if each.what == "/dev/shm")
+    assert finding.detail == "2.0 MiB free of 2.0 MiB"
+    caplog.clear()
+    usage.free = 1 << 30
+    check_host(parse_config({"model": {"path": "x"}}), "cpu")
+    assert not caplog.text
 
 
 def test_serve_without_a_file_is_one_message(tmp_path):

@@ -237,7 +237,7 @@ async def test_a_step_that_raises_on_one_rank_is_named_and_survived(engine, refe
     spoiled = []
 
     def spoil(header, tensors, out):
-        if not spoiled:
+        if "layer" in header and not spoiled:  # a heartbeat's frame passes here too
             spoiled.append(header["step"])
             tensors = [tensors[0].double().float()[:-1]]
         return submit(header, tensors, out)

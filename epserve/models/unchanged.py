@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -85,15 +86,21 @@ def check(start: Stamp, now: Stamp) -> None:
         return
     sizes = [[(file.name, file.size) for file in each.files] for each in (start, now)]
     times = [[file.modified_ns for file in each.files] for each in (start, now)]
-    if sizes[0] != sizes[1] or (same_place and times[0] != times[1]):
-        raise changed(now.path)
+    same = sizes[0] == sizes[1] and (times[0] == times[1] or not same_place)
     # Another host, or other inodes alone: some network file systems number their files anew.
-    if not start.digest or start.digest != _digest(now.path, now.files):
-        raise changed(now.path)
+    if not same or not start.digest or start.digest != _digest(now.path, now.files):
+        raise changed(now.path) if start.place[0] == now.place[0] else different(now.path)
 
 
 def changed(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} has changed since the start: restart the service")
+
+
+def different(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} on {socket.gethostname()} is another checkpoint than the service has started with: copy the same one to"
+        " all hosts, or restart the service where it has changed since the start"
+    )
 
 
 class UnchangedCheckpoint:

@@ -236,9 +236,13 @@ def demo(
     experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
 ) -> None:
     """Write two small checkpoints, serve them on this machine's CPU, and compare the answers with transformers."""
+    import time
+
+    since = time.monotonic()
+    print("   0.0 s  importing torch, Ray and transformers", flush=True)
     from epserve.demo import run
 
-    if not run(ranks=ranks, clients=clients, all2all=all2all, experts=experts):
+    if not run(ranks=ranks, clients=clients, all2all=all2all, experts=experts, since=since):
         raise typer.Exit(1)
 
 

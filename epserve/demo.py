@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,32 @@ FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
 SIZES: dict[str, Any] = {"hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 4, "num_layers": 3, "seed": 7}
 BATCHES = (1, 7, 64, 250)  # tokens; odd sizes too, since real batches have them
 TOLERANCE = 1e-5  # relative L2 error in float32
+STILL_S = 10.0  # between two lines of a stage that lasts
+
+
+class Stages:
+    """One line for each stage with the seconds since the start, and further ones while a stage lasts."""
+
+    def __init__(self, console: Console, since: float):
+        """since: of `time.monotonic`."""
+        self._console, self._since = console, since
+
+    def __call__(self, text: str) -> None:
+        self._console.print(f"{time.monotonic() - self._since:6.1f} s  {text}", highlight=False, soft_wrap=True)
+
+    @contextlib.asynccontextmanager
+    async def lasting(self, text: str) -> AsyncIterator[None]:
+        self(text)
+        going_on = asyncio.ensure_future(self._go_on(text))
+        try:
+            yield
+        finally:
+            going_on.cancel()
+
+    async def _go_on(self, text: str) -> None:
+        while True:
+            await asyncio.sleep(STILL_S)
+            self(text.replace(": ", ": still ", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +66,27 @@ class Answer:
 
 
 def run(
-    *, ranks: int, clients: int, all2all: str = "auto", experts: str = "auto", console: Console | None = None
+    *,
+    ranks: int,
+    clients: int,
+    all2all: str = "auto",
+    experts: str = "auto",
+    console: Console | None = None,
+    since: float | None = None,
 ) -> bool:
-    """Serve and compare one checkpoint after the other; True when every answer agrees with transformers."""
+    """Serve and compare one checkpoint after the other; True when every answer agrees with transformers.
+
+    since: where the seconds that are shown begin, by `time.monotonic`; default: now.
+    """
     console = console or Console()
+    stage = Stages(console, time.monotonic() if since is None else since)
     logging.getLogger().setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     hf_logging.disable_progress_bar()  # ours is the only bar
     good = True
     with tempfile.TemporaryDirectory(prefix="epserve-demo-") as folder, _progress(console) as progress:
         for family, title in FAMILIES.items():
+            stage(f"{title}: writing the checkpoint")
             bar = progress.add_task(f"{title}: writing the checkpoint", total=clients * len(BATCHES) + 3)
             path = Path(folder) / family
             write_demo_checkpoint(family, path, dtype=torch.float32, **SIZES)
@@ -59,7 +98,8 @@ def run(
                     "server": {"port": 0},
                 }
             )
-            answers, status = asyncio.run(_serve_and_ask(config, path, clients, progress, bar, title))
+            answers, status = asyncio.run(_serve_and_ask(config, path, clients, progress, bar, title, stage))
+            stage(f"{title}: stopped")
             worst = max(answer.error for answer in answers)
             good &= worst <= TOLERANCE
             progress.update(bar, advance=1, description=f"{title}: done")
@@ -78,15 +118,20 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-async def _serve_and_ask(config: Config, path: Path, clients: int, progress: Progress, bar, title: str):
-    async with running(config) as (engine, server):
+async def _serve_and_ask(config: Config, path: Path, clients: int, progress: Progress, bar, title: str, stage: Stages):
+    async with contextlib.AsyncExitStack() as stack:
+        async with stage.lasting(f"{title}: starting Ray and {config.engine.ranks} ranks"):
+            engine, server = await stack.enter_async_context(running(config))
         progress.update(bar, advance=1, description=f"{title}: asking")
+        stage(f"{title}: transformers computes what is right")
         address = f"{config.server.host}:{server.port}"
         batches = {layer: [_batch(layer, size, engine.info.hidden) for size in BATCHES] for layer in engine.info.layers}
         wanted = {layer: [reference_block(path, layer)(x) for x in xs] for layer, xs in batches.items()}
-        every = await asyncio.gather(
-            *(_client(address, number, batches, wanted, lambda: progress.advance(bar)) for number in range(clients))
-        )
+        async with stage.lasting(f"{title}: {clients} clients ask for {clients * len(BATCHES)} batches"):
+            every = await asyncio.gather(
+                *(_client(address, number, batches, wanted, lambda: progress.advance(bar)) for number in range(clients))
+            )
+        stage(f"{title}: answered; stopping the ranks")
         return [answer for answers in every for answer in answers], engine.status()
 
 

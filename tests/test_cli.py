@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import re
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
-from epserve import doctor
+from epserve import demo, doctor
 from epserve.config import load_config, parse_config
 from epserve.errors import ConfigError
 from epserve.runtime.host import check_host
 from tests.checkpoints import write
+from tests.grpc_calls import until
 
 
 def epserve(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -160,6 +166,19 @@ def test_little_shared_memory_is_said(monkeypatch, caplog):
     usage.free = 1 << 30
     check_host(parse_config({"model": {"path": "x"}}), "cpu")
     assert not caplog.text
+
+
+async def test_the_demo_says_what_it_does_and_for_how_long(monkeypatch):
+    monkeypatch.setattr(demo, "STILL_S", 0.02)
+    shown = io.StringIO()
+    stage = demo.Stages(Console(file=shown), time.monotonic() - 100)
+    async with stage.lasting("Mixtral-like: starting Ray"):
+        await until(lambda: "still" in shown.getvalue())
+    ended = shown.getvalue()
+    await asyncio.sleep(0.1)
+    assert shown.getvalue() == ended, "a line after the stage's end"
+    lines = [re.fullmatch(r" (1\d\d\.\d) s  Mixtral-like: (still )?starting Ray", line) for line in ended.splitlines()]
+    assert len(lines) >= 2 and all(lines)
 
 
 def test_serve_without_a_file_is_one_message(tmp_path):

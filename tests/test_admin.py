@@ -22,6 +22,8 @@ class Movable(FakeEngine):
         return Rebalance(layers=(1, 2), skipped=(7,), moved=9, before=1.75, after=1.0625, seconds=0.5)
 
     async def scale(self, ranks):
+        if ranks == 5:
+            await asyncio.sleep(3)
         if ranks == 3:
             raise NotReady("another change of ranks or experts is under way; ask again when it is done")
         if ranks > 8:
@@ -63,6 +65,13 @@ async def test_what_cannot_be_is_said_plainly(ranks, message):
     done = await serving(ServerConfig(port=0), command("scale", ranks))
     assert done.exit_code != 0
     assert message in str(done.exception)
+
+
+async def test_a_change_that_takes_longer_than_the_command_waits():
+    done = await serving(ServerConfig(port=0), command("scale", "5", "--timeout", "0.5"))
+    assert done.exit_code != 0
+    for said in ("DEADLINE_EXCEEDED", "no answer within 0.5 s", "the change may go on", "epserve top 127.0.0.1:"):
+        assert said in str(done.exception)
 
 
 async def test_with_tokens_only_admins_may(tmp_path):

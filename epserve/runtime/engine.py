@@ -134,7 +134,7 @@ class Engine:
         except BaseException as error:
             # Now, since closing takes seconds and may itself go wrong.
             if isinstance(error, asyncio.CancelledError):
-                log.info("start given up")
+                log.debug("start given up")
             else:
                 log.error("start failed: %s: %s", type(error).__name__, error)
             await self.close()

@@ -92,6 +92,10 @@ class Supervisor:
         self._blamed: tuple[Member | None, float] = None, 0.0
         self._rebuilding: asyncio.Task | None = None
         self._heart: asyncio.Task | None = None
+        self._counted, self._next_count = (
+            0,
+            time.monotonic(),
+        )  # tokens when the load was last read, and when it may be again
 
     def start(self) -> None:
         self._heart = asyncio.ensure_future(self._watch())
@@ -147,30 +151,34 @@ class Supervisor:
             self._spoilt.add(member)
 
     async def _watch(self) -> None:
-        """Asks all processes and their step threads. A silent one counts as hung, whether a step runs or not."""
-        pool, scheduler = self._pool, self._pool.config.scheduler
-        pause = scheduler.heartbeat_s / BEATS_PER_HEARTBEAT
-        limit = scheduler.heartbeat_s - pause
-        counted, next_count = 0, time.monotonic()
+        """Looks after all processes as long as the pool lives: whatever one look meets, the next one comes."""
+        pause = self._pool.config.scheduler.heartbeat_s / BEATS_PER_HEARTBEAT
         while True:
             await asyncio.sleep(pause)
-            if not pool.serving.is_set():
-                continue
-            members, asked = list(pool.members), time.monotonic()
-            answers = await asyncio.gather(*(_lives(member, limit) for member in members))
-            silent = [member for member, answered in zip(members, answers, strict=True) if not answered]
-            if silent and time.monotonic() - asked > limit + pause:
-                log.warning("this process itself had no time for %.1f s: nobody is judged", time.monotonic() - asked)
-                continue
-            if silent and pool.serving.is_set() and all(member in pool.members for member in silent):
-                where = "; ".join(f"rank {member.rank} ({member.where}{_last(member)})" for member in silent)
-                self.fail(f"no sign of life for {scheduler.heartbeat_s:g} s: {where}", silent=silent)
-                continue
-            await pool.spares.check(PING_TIMEOUT_S)
-            await pool.standbys.check(PING_TIMEOUT_S)
-            if pool.tokens_total != counted and time.monotonic() >= next_count:
-                counted, next_count = pool.tokens_total, time.monotonic() + LOAD_S
-                await asyncio.gather(*(member.read_load(pool.load) for member in members))
+            if self._pool.serving.is_set():
+                try:
+                    await self._look(pause)
+                except Exception:
+                    log.exception("looking after the ranks failed; the next look comes in %.1f s", pause)
+
+    async def _look(self, pause: float) -> None:
+        """Asks all processes and their step threads. A silent one counts as hung, whether a step runs or not."""
+        pool, heartbeat = self._pool, self._pool.config.scheduler.heartbeat_s
+        limit, members, asked = heartbeat - pause, list(pool.members), time.monotonic()
+        answers = await asyncio.gather(*(_lives(member, limit) for member in members))
+        silent = [member for member, answered in zip(members, answers, strict=True) if not answered]
+        if silent and time.monotonic() - asked > limit + pause:
+            log.warning("this process itself had no time for %.1f s: nobody is judged", time.monotonic() - asked)
+            return
+        if silent and pool.serving.is_set() and all(member in pool.members for member in silent):
+            where = "; ".join(f"rank {member.rank} ({member.where}{_last(member)})" for member in silent)
+            self.fail(f"no sign of life for {heartbeat:g} s: {where}", silent=silent)
+            return
+        await pool.spares.check(PING_TIMEOUT_S)
+        await pool.standbys.check(PING_TIMEOUT_S)
+        if pool.tokens_total != self._counted and time.monotonic() >= self._next_count:
+            self._counted, self._next_count = pool.tokens_total, time.monotonic() + LOAD_S
+            await asyncio.gather(*(member.read_load(pool.load) for member in members))
 
     async def _rebuild(self, back: Callable[[Exception], None] | None) -> None:
         pool, start = self._pool, time.monotonic()

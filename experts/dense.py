@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from epserve.modular_kernel.types import Activation
 
 from .activation import activate
+from .tile_memory import SPARE, Gpu
 
 MIN_ROWS = 512
 """Below, the weights are what takes time, and cuBLAS splits the inner size better."""
-BM, BN, BK, GROUP = 128, 256, 64, 8
+BM, BN, BK, GROUP, STAGES = 128, 256, 64, 8, 4
 COLUMNS = 1024
 
 
@@ -37,7 +38,9 @@ def suits(x_MK: torch.Tensor, inner: int) -> bool:
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = Gpu.of(device)  # compute capability 12.0 has TMA, too, and less than half of the shared memory
+    fits = gpu.shared_memory >= STAGES * BK * (BM + BN) * 2 + SPARE
+    return find_spec("triton") is not None and gpu.capability >= (9, 0) and fits
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     w = TensorDescriptor(w_NK, [columns, inner], [inner, 1], [BN, BK])
     grid = -(-rows // BM) * -(-columns // BN)
     kernels.product[(grid,)](
-        x, w, out, rows, N=columns, K=inner, BM=BM, BN=BN, BK=BK, GROUP=GROUP, num_warps=8, num_stages=4
+        x, w, out, rows, N=columns, K=inner, BM=BM, BN=BN, BK=BK, GROUP=GROUP, num_warps=8, num_stages=STAGES
     )
     return out
 

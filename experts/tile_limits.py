@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from epserve.modular_kernel import LayerSpec
 
-from .triton_tiles import BUCKETS, PACKED, SHARED_MEMORY, GemmTiles, Problem, Tiles, all_have_steps
+from .tile_memory import HOPPER, SPARE, Gpu, bytes_of
+from .triton_tiles import BUCKETS, PACKED, GemmTiles, Problem, Tiles, all_have_steps
 
 COUNTERS = 1 << 16
 """Tiles whose split sums can be counted at once."""
-SPARE = 2048  # bytes of shared memory beside the pipeline's buffers
 COLUMNS = (16, 32, 64, 128, 256)  # a TMA box has at most 256 elements a side
 LARGEST = {"split": 16, "group": 1 << 20, "stages": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of the kernels for one layer. `size`: bytes of an element as it is multiplied. `shared_memory`: bytes of a program."""
+    """Of the kernels for one layer on one GPU. `size`: bytes of an element as it is multiplied."""
 
     scheme: str
     hidden: int
@@ -31,10 +31,10 @@ class Limits:
     group: int = 1
     """4-bit weights: so many share a scale."""
     specialised: bool = True
-    shared_memory: int = SHARED_MEMORY
+    gpu: Gpu = HOPPER
 
     @classmethod
-    def of(cls, spec: LayerSpec, *, specialised: bool = True, shared_memory: int = SHARED_MEMORY) -> Limits:
+    def of(cls, spec: LayerSpec, *, specialised: bool = True, gpu: Gpu = HOPPER) -> Limits:
         """Without a device: those of the device that can do most."""
         scheme, shape = spec.quant.scheme, spec.shape
         act = spec.activation
@@ -46,7 +46,7 @@ class Limits:
         return cls(
             scheme=scheme, hidden=shape.hidden, intermediate=shape.intermediate,
             size=2 if scheme == "none" or scheme in PACKED else 1, fly=static or scheme == "fp8_block", group=group,
-            specialised=specialised and plain and fits and known, shared_memory=shared_memory,
+            specialised=specialised and plain and fits and known, gpu=gpu,
         )  # fmt: skip
 
     @property
@@ -58,11 +58,8 @@ class Limits:
         return self.scheme in PACKED
 
     def bytes_of(self, c: GemmTiles, bm: int, *, gated: bool) -> int:
-        """Shared memory of the pipeline's buffers, about: Triton's own pipeline may keep less."""
-        if c.specialised:
-            return c.stages * c.bk * (bm + 256) * self.size
-        size = 1 if self.packed else self.size
-        return c.stages * c.bk * (bm * (2 if c.fly or self.packed else size) + (2 if gated else 1) * c.bn * size)
+        """Shared memory of the pipeline's buffers, about."""
+        return bytes_of(c, bm, scheme=self.scheme, gated=gated, gpu=self.gpu, group=self.group if self.packed else 0)
 
     def why_not(self, tiles: Tiles, problem: Problem, bucket: int) -> str | None:
         """Why these tiles cannot serve batches of this bucket, naming field, value and what is allowed; None: they can."""
@@ -104,8 +101,9 @@ class Limits:
             (not c.specialised or (c.bn == 128 and c.bk == one), f"bn {c.bn}, bk {c.bk}: specialised takes 128 and {one}"),
             (not c.specialised or tiles.bm in (128, 192), f"bm {tiles.bm}: specialised takes 128 or 192"),
             (not (c.specialised and gated) or c.split == 1, f"split {c.split}: a specialised first GEMM takes 1"),
-            (self.bytes_of(c, tiles.bm, gated=gated) + SPARE <= self.shared_memory,
-             f"about {self.bytes_of(c, tiles.bm, gated=gated)} bytes of shared memory, {self.shared_memory - SPARE} are there"),
+            (self.gpu.fits(self.bytes_of(c, tiles.bm, gated=gated)),
+             f"about {self.bytes_of(c, tiles.bm, gated=gated)} bytes of shared memory,"
+             f" {self.gpu.shared_memory - SPARE} are there"),
         ]  # fmt: skip
         return next((text for ok, text in checks if not ok), None)
 

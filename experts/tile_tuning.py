@@ -23,7 +23,7 @@ from .tile_limits import Limits
 from .tile_search import Bench, Found, search
 from .tile_trial import Hung, Trial, batches_of
 from .triton_compiles import COUNTER
-from .triton_tiles import BUCKETS, SHARED_MEMORY, Problem, Table, Tiles, bucket_of, pick, shipped
+from .triton_tiles import BUCKETS, Problem, Table, Tiles, bucket_of, pick, shipped
 
 if TYPE_CHECKING:
     from .triton_experts import TritonExperts
@@ -36,21 +36,18 @@ MakeBench = Callable[[int], Bench]
 """Bucket -> the bench of its cell."""
 
 
-def limits_of(experts: TritonExperts, device: torch.device) -> Limits:
-    memory = SHARED_MEMORY
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        memory = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY)
-    return Limits.of(experts.spec, specialised=experts.launcher().specialises, shared_memory=memory)
+def limits_of(experts: TritonExperts) -> Limits:
+    launcher = experts.launcher()
+    return Limits.of(experts.spec, specialised=launcher.specialises, gpu=launcher.gpu)
 
 
 def table_for(experts: TritonExperts, device: torch.device) -> Table:
     """The shipped table with this machine's cells, or a named file's, in place of the same ones. Fills `experts.tuned`."""
     tuning, name = experts.tuning, triton_warmup.device_name(device)
     if tuning.file is not None:
-        experts.tuned = read_named(tuning.file, experts.spec, limits_of(experts, device))
+        experts.tuned = read_named(tuning.file, experts.spec, limits_of(experts))
     elif tuning.folder is not None:
-        experts.tuned = read_folder(tuning.folder, Machine.here(name), experts.spec, limits_of(experts, device),
+        experts.tuned = read_folder(tuning.folder, Machine.here(name), experts.spec, limits_of(experts),
                                     every_row=tuning.every_row)  # fmt: skip
     for note in experts.tuned.notes:
         LOG.warning(note)
@@ -78,7 +75,7 @@ def tune(
     if not buckets or (make_bench is None and launcher.device.type != "cuda"):
         return False
     bench_of = make_bench or _on_device(experts, weights)
-    limits, before = limits_of(experts, launcher.device), experts.tuned.table.get(problem.key, {}).copy()
+    limits, before = limits_of(experts), experts.tuned.table.get(problem.key, {}).copy()
     start = clock()
     end, left, done = start + tuning.budget_s, len(buckets), 0
     with COUNTER.trying():
@@ -87,7 +84,9 @@ def tune(
             if now >= end:
                 break
             experts.searched.add(bucket)
-            current = pick(problem, bucket, experts.table or {}, specialised=launcher.specialises).tiles
+            current = pick(
+                problem, bucket, experts.table or {}, specialised=launcher.specialises, gpu=launcher.gpu
+            ).tiles
             options = options_for(problem, bucket, current, limits, thorough=tuning.thorough)
             try:
                 found = search(bench_of(bucket), current, options, deadline=now + (end - now) / left, clock=clock)
@@ -136,14 +135,14 @@ def explain(experts: TritonExperts) -> list[str]:
     """One line for each source of tiles, with the token sizes that it serves and the times behind it; and what was left aside."""
     if experts.table is None:  # nothing has asked for tiles yet
         return []
-    specialised = experts.launcher().specialises
+    launcher = experts.launcher()
     groups: dict[str, list[str]] = {}
     for num_experts in sorted(experts.served):
         problem = Problem.of(experts.spec, num_experts)
         for bucket in BUCKETS:
             if bucket > bucket_of(experts.served[num_experts]):
                 break
-            picked = pick(problem, bucket, experts.table, specialised=specialised)
+            picked = pick(problem, bucket, experts.table, specialised=launcher.specialises, gpu=launcher.gpu)
             origin = _origin(experts, picked.cell, picked.why)
             times = experts.tuned.times.get(picked.cell) if picked.cell == (problem.key, bucket) else None
             groups.setdefault(origin, []).append(f"{bucket}{_said(times)}")

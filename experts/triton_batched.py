@@ -59,12 +59,14 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
 
     def tiles(self, num_experts: int, capacity: int) -> tuple[Tiles, Tiles]:
         """For thin and for thick batches; one sort of splits and quantisation: none inside the GEMMs."""
-        specialised = self.launcher().specialises
+        run = self.launcher()
         problem = Problem.of(self.spec, num_experts)
         tokens = [
             max(1, round(rows * problem.num_experts / problem.top_k)) for rows in (THIN_ROWS // 2, min(capacity, 256))
         ]
-        thin, thick = (choose(problem, count, self.table or {}, specialised=specialised)[0] for count in tokens)
+        thin, thick = (
+            choose(problem, count, self.table or {}, specialised=run.specialises, gpu=run.gpu)[0] for count in tokens
+        )
         return _plain(thin), _plain(thick)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):

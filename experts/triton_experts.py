@@ -113,8 +113,8 @@ class TritonExperts(FusedMoEExpertsModular):
 
     def tiles(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tiles, str]:
         problem = dataclasses.replace(Problem.of(self.spec, num_experts), top_k=top_k)
-        specialised = self.launcher().specialises
-        return choose(problem, num_tokens, self.table or {}, specialised=specialised)
+        run = self.launcher()
+        return choose(problem, num_tokens, self.table or {}, specialised=run.specialises, gpu=run.gpu)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         """The most that any batch of up to `num_rows` rows takes: smaller ones may split more."""

@@ -16,7 +16,8 @@ from epserve.errors import Incompatible
 from epserve.modular_kernel import ExpertWeights, LayerSpec, Workspace
 
 from .kernels import gemm, hopper, pieces, quantise, reduce, routing
-from .triton_tiles import SHARED_MEMORY, GemmTiles, Tiles
+from .tile_memory import Gpu, programs_at_once
+from .triton_tiles import GemmTiles, Tiles
 
 FLOAT, TENSOR, BLOCK, ROW = (mode.value for mode in (pieces.FLOAT, pieces.TENSOR, pieces.BLOCK, pieces.ROW))
 DIRECT, GATHER, ROWS = (source.value for source in (pieces.DIRECT, pieces.GATHER, pieces.ROWS))
@@ -116,11 +117,12 @@ class Launcher:
             raise Incompatible(text)
         self.stored = self.numerics.stored or self.dtype
         cuda = device.type == "cuda"
+        self.gpu = Gpu.of(device)
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.pdl = cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
         self.counter = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         act = spec.activation
-        self.specialises = cuda and torch.cuda.get_device_capability(device) == (9, 0) and self._plain_enough()
+        self.specialises = cuda and self.gpu.capability == (9, 0) and self._plain_enough()
         self.act = {"ACT": ACTIVATIONS[act.kind], "LIMIT": float(act.limit or 0.0), "ALPHA": float(act.alpha)}
         self.launch: Callable = self._run
 
@@ -289,13 +291,13 @@ class Launcher:
         }  # fmt: skip
 
     def _programs(self, c: GemmTiles, bm: int, work: int, *, gated: bool) -> int:
-        """One wave of programs, by shared memory: an empty program costs about 1 us. Or one program a work item."""
+        """One wave of programs: an empty one costs about 1 us. Or one program a work item."""
         if c.full_grid:
             return max(1, min(work, 64 * self.num_sms))
-        size = 1 if self.numerics.mode != FLOAT else 2
-        stage = c.bk * (bm * (2 if c.fly else size) + (2 if gated else 1) * c.bn * size)
-        fit = SHARED_MEMORY // (c.stages * stage + 2048)
-        return max(1, min(work, max(1, min(4 if c.warps <= 4 else 2, fit)) * self.num_sms))
+        group = self.numerics.group if self.numerics.packed else 0
+        scheme = self.spec.quant.scheme
+        fit = programs_at_once(c, bm, scheme=scheme, gated=gated, gpu=self.gpu, group=group)
+        return max(1, min(work, fit * self.num_sms))
 
 
 def scale_strides(scales: torch.Tensor | None) -> tuple[int, int, int] | None:

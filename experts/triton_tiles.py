@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from epserve.modular_kernel import LayerSpec
 
+from .tile_memory import HOPPER, Gpu, bytes_of
+
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Tokens. A batch takes the configuration of the bucket that is nearest on a logarithmic scale."""
 
@@ -28,7 +30,6 @@ Table = dict[str, dict[int, "Tiles"]]
 """Problem key -> bucket -> configuration."""
 
 PACKED = ("int4", "mxfp4", "nvfp4")
-SHARED_MEMORY = 232448  # bytes that one program may use on compute capability 9.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +160,15 @@ class Picked(NamedTuple):
     cell: tuple[str, int] | None
 
 
-def choose(problem: Problem, num_tokens: int, table: Table, *, specialised: bool) -> tuple[Tiles, str]:
+def choose(
+    problem: Problem, num_tokens: int, table: Table, *, specialised: bool, gpu: Gpu = HOPPER
+) -> tuple[Tiles, str]:
     """The configuration for a batch of `num_tokens`, and where it comes from. specialised: such kernels can run here."""
-    picked = pick(problem, num_tokens, table, specialised=specialised)
+    picked = pick(problem, num_tokens, table, specialised=specialised, gpu=gpu)
     return picked.tiles, picked.why
 
 
-def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool) -> Picked:
+def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool, gpu: Gpu = HOPPER) -> Picked:
     """As `choose`, with the cell."""
     bucket = bucket_of(num_tokens)
     measured = table.get(problem.key, {}).get(bucket)
@@ -174,7 +177,7 @@ def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool) 
     alike = _alike(problem, bucket, table)
     if alike is not None and (specialised or not alike.tiles.specialised):
         return alike
-    tiles = default_tiles(problem, bucket, specialised=specialised)
+    tiles = default_tiles(problem, bucket, specialised=specialised, gpu=gpu)
     return Picked(tiles, "the rule for shapes that were not measured", None)
 
 
@@ -201,8 +204,28 @@ def all_have_steps(split: int, steps: int) -> bool:
     return (split - 1) * -(-steps // split) < steps
 
 
-def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False) -> Tiles:
-    """A guess from tokens per expert. Thin tiles swap the operands; few tiles split the inner dimension over programs."""
+def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False, gpu: Gpu = HOPPER) -> Tiles:
+    """A guess from tokens per expert, made smaller where the GPU has less shared memory than one of compute capability 9.0."""
+    tiles, scheme = _guess(problem, num_tokens, specialised=specialised), problem.scheme
+    first = _shrunk(tiles.gate_up, tiles.bm, scheme=scheme, gated=True, gpu=gpu)
+    second = _shrunk(tiles.down, tiles.bm, scheme=scheme, gated=False, gpu=gpu)
+    return dataclasses.replace(tiles, gate_up=first, down=second)
+
+
+def _shrunk(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu) -> GemmTiles:
+    """Fewer stages, then shorter steps, then one load ahead, then fewer columns, until the buffers fit."""
+    block, packed = scheme == "fp8_block", scheme in PACKED
+    bk = c.bk if block or packed else 64  # blocks and groups of scales are whole
+    steps = [("stages", 3), ("bk", bk), ("stages", 2), ("bn", c.bn if block and gated else 64)]
+    for name, least in steps:
+        while getattr(c, name) > least and not gpu.fits(bytes_of(c, bm, scheme=scheme, gated=gated, gpu=gpu)):
+            value = getattr(c, name)
+            c = dataclasses.replace(c, **{name: value - 1 if name == "stages" else value // 2})
+    return c
+
+
+def _guess(problem: Problem, num_tokens: int, *, specialised: bool) -> Tiles:
+    """Thin tiles swap the operands; few tiles split the inner dimension over programs."""
     rows = problem.rows_per_expert(num_tokens)
     block, half = problem.scheme == "fp8_block", problem.scheme == "none"
     if (

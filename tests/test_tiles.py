@@ -39,6 +39,7 @@ from experts.grouped_mm import GroupedMMExperts
 from experts.tile_cache import Layer, Machine, Times, Tuned, path_of, read_folder, read_named, write
 from experts.tile_candidates import MOST, First, Options, candidates, joined, token_tiles
 from experts.tile_limits import Limits
+from experts.tile_memory import BLOCKS, HOPPER, Gpu, programs_at_once
 from experts.tile_search import GAIN, search
 from experts.triton_experts import TritonExperts
 from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles, default_tiles, shipped
@@ -82,6 +83,53 @@ def test_what_is_shipped_and_what_the_rule_says_can_be_taken():
         assert {b: limits.why_not(tiles, problem, b) for b, tiles in rule.items()} == dict.fromkeys(BUCKETS)
 
 
+@pytest.mark.parametrize("capability", BLOCKS, ids=str)
+def test_the_rule_fits_into_the_shared_memory_of_every_gpu(capability):
+    gpu = Gpu.like(capability)
+    for problem in (*LARGE, SMALL, BLOCK):
+        limits = Limits.of(spec_of(problem), specialised=capability == (9, 0), gpu=gpu)
+        for b in BUCKETS:
+            tiles = default_tiles(problem, b, specialised=limits.specialised, gpu=gpu)
+            assert limits.why_not(tiles, problem, b) is None
+            roomy = dataclasses.replace(gpu, shared_memory=1 << 20)
+            if gpu.shared_memory >= 163 * 1024:
+                assert tiles == default_tiles(problem, b, specialised=limits.specialised, gpu=roomy), (
+                    "nothing was wrong"
+                )
+
+
+def test_where_memory_is_short_stages_go_before_columns():
+    half, _, block, *_ = LARGE
+    workstation, tiny = Gpu.like((12, 0)), Gpu(capability=(0, 0), shared_memory=64 * 1024)
+    before, after = default_tiles(half, 4096), default_tiles(half, 4096, gpu=workstation)
+    assert (before.gate_up.stages, after.gate_up.stages, after.down.stages) == (4, 3, 3)
+    assert after == change(change(before, stages=3), "down", stages=3), "columns and steps stay"
+    assert default_tiles(half, 4096, gpu=Gpu.like((8, 9))) == before, "weights are not loaded ahead there"
+    assert "bytes of shared memory, 99328 are there" in (
+        Limits.of(spec_of(half), specialised=False, gpu=workstation).why_not(before, half, 4096) or "it was taken"
+    )
+    for problem in (half, block, *LARGE):
+        for b in BUCKETS:
+            limits = Limits.of(spec_of(problem), specialised=False, gpu=tiny)
+            assert limits.why_not(default_tiles(problem, b, gpu=tiny), problem, b) is None
+    assert (
+        default_tiles(half, 4096, gpu=tiny).gate_up.bk == 64 and default_tiles(half, 4096, gpu=tiny).gate_up.stages == 2
+    )
+
+
+def test_programs_at_once_count_4_bit_weights_as_they_lie():
+    def programs(scheme: str, bm: int, gated: bool, gpu: Gpu = HOPPER) -> int:
+        c = GemmTiles(bn=64, bk=128, swap=bm <= 32, stages=3)
+        return programs_at_once(c, bm, scheme=scheme, gated=gated, gpu=gpu)
+
+    assert [programs("mxfp4", bm, True) for bm in (16, 32, 64)] == [2, 2, 2], "as many as registers allow"
+    assert [programs("mxfp4", bm, False) for bm in (16, 32, 64)] == [3, 3, 3]
+    assert [programs("none", bm, True) for bm in (16, 32, 64)] == [2, 1, 1], (
+        "by memory: as in the tables that were measured"
+    )
+    assert programs("none", 16, False, Gpu.like((8, 0))) == 2, "operands take registers"
+
+
 @pytest.mark.parametrize("problem", LARGE, ids=str)
 def test_candidates_are_few_and_can_be_taken(problem):
     limits = Limits.of(spec_of(problem))
@@ -111,9 +159,9 @@ def test_kinds_of_candidates_follow_the_gpu():
     assert kinds(half, 16384) >= {"specialised", "wide", "by_expert", "lag", "split"}
     assert "narrow" in kinds(block, 16384)
     assert "specialised" not in kinds(half, 16384, specialised=False) | kinds(block, 16384, specialised=False)
-    small = Limits.of(spec_of(half), shared_memory=100_000)
+    small = Limits.of(spec_of(half), gpu=Gpu.like((8, 9)))
     for each in candidates(half, 16384, 128, small).first:
-        assert small.bytes_of(each.tiles, 128, gated=True) < 100_000
+        assert small.bytes_of(each.tiles, 128, gated=True) < 99 * 1024
 
 
 def change(tiles: Tiles, gemm: str = "gate_up", **options) -> Tiles:

@@ -39,9 +39,21 @@ def test_machine_code_for_hopper():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("capability", ["80", "89", "100"])
+@pytest.mark.parametrize("capability", ["80", "89", "100", "120"])
 def test_compiles_for_other_gpus(capability):
     assert " passed" in run("tests/triton_aot/check_machine_code.py", EPSERVE_TEST_CAPABILITY=capability)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "100", "120"])
+def test_default_tiles_fit_into_shared_memory(capability):
+    assert " passed" in run("tests/triton_aot/check_shared_memory.py", EPSERVE_TEST_CAPABILITY=capability)
+
+
+def test_thick_default_tiles_fit_into_the_smallest_shared_memory():
+    few = run("tests/triton_aot/check_shared_memory.py", EPSERVE_TEST_CAPABILITY="120", EPSERVE_TEST_CASES="few")
+    assert "2 passed" in few
 
 
 def test_nothing_compiles_after_warm_up():

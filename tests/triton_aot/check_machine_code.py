@@ -1,5 +1,5 @@
 """Compiled for compute capability 9.0 and looked at: which matrix instructions, and that no register is spilled. Others: that
-they compile.
+they compile and fit. Every default tile's fit: `check_shared_memory.py`.
 """
 
 import os
@@ -7,13 +7,14 @@ import re
 
 import pytest
 
-from experts.triton_tiles import SHARED_MEMORY
+from experts.tile_memory import Gpu
 from tests.triton_aot import fake_driver
 from tests.triton_aot.compiled import kernels, loops_with_products, machine_code, spills_in_products
 from tests.triton_cases import Case, special, thick, thin
 
 CAPABILITY = int(os.environ.get("EPSERVE_TEST_CAPABILITY", "90"))
 fake_driver.install(CAPABILITY)
+SHARED_MEMORY = Gpu.like((CAPABILITY // 10, CAPABILITY % 10)).shared_memory
 SIZES = {"hidden": 1024, "intermediate": 512, "local": 8, "total": 8}
 THIN, THICK = thin(16), thick(128, wide=True, expand=True, warps=8)
 THICK_BLOCK = thick(64, expand=True, warps=8, bk=128)
@@ -109,3 +110,6 @@ def test_four_bits_are_widened_by_bits_and_stay_in_their_thread(scheme):
 def test_compiles_elsewhere(case):
     found = kernels(case)
     assert {"gate_up", "down", "weighted_sum"} <= set(found)
+    for name, variants in found.items():
+        for compiled in variants:
+            assert compiled.metadata.shared <= SHARED_MEMORY, f"{name} does not fit"

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
+from experts.tile_memory import Gpu
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_experts import TritonExperts
 from experts.triton_tiles import BUCKETS, Problem
@@ -44,7 +45,9 @@ def make(case: Case, *, batched: bool = False):
     experts = (BatchedTritonExperts if batched else TritonExperts)(case.spec)
     if case.tiles is not None:
         experts.table = {Problem.of(case.spec, case.local).key: dict.fromkeys(BUCKETS, case.tiles)}
-    experts.launcher().specialises = case.tiles is not None and case.tiles.specialised
+    launcher = experts.launcher()
+    launcher.specialises = case.tiles is not None and case.tiles.specialised
+    launcher.gpu = Gpu.like(triton.runtime.driver.active.get_device_capability())
     return experts
 
 

@@ -22,22 +22,24 @@ TENSOR_COLUMNS = 512
 """Of a multiprocessor's tensor memory, on compute capability 10.0."""
 SCHEMES = [("none", False), ("fp8_tensor", False), ("fp8_tensor", True), ("fp8_channel", False), ("fp8_block", False),
            ("int8_channel", False), ("int4", False), ("mxfp4", False), ("nvfp4", False)]  # fmt: skip
-TOKENS = {16: 4, 32: 40, 64: 160, 128: 1200}
-"""Rows of a tile -> a batch for which the rule takes them. 4-bit weights: 64 at most."""
+BATCHES = {16: (4, 2), 32: (40, 2), 64: (256, 1), 128: (1200, 2)}
+"""Rows of a tile -> tokens and top-k for which the rule takes them. 4-bit weights: 64 at most."""
 CAPACITIES = (64, 600)
 ROWS = [
-    (scheme, dynamic, tokens, batched)
+    (scheme, dynamic, rows, batched)
     for scheme, dynamic in SCHEMES
     if CAPABILITY >= 89 or not scheme.startswith("fp8")
-    for batched, sizes in ((False, TOKENS.values()), (True, CAPACITIES))
-    for tokens in sizes
-    if not FEW or (scheme in ("none", "fp8_block") and tokens == TOKENS[128] and not batched)
+    for batched, sizes in ((False, BATCHES), (True, CAPACITIES))
+    for rows in sizes
+    if not FEW or (scheme in ("none", "fp8_block") and rows == 128 and not batched)
 ]
 
 
-@pytest.mark.parametrize(("scheme", "dynamic", "tokens", "batched"), ROWS)
-def test_default_tiles_fit(scheme, dynamic, tokens, batched):
-    case = Case(why="any", tokens=tokens, scheme=scheme, dynamic=dynamic, **SIZES)
+@pytest.mark.parametrize(("scheme", "dynamic", "rows", "batched"), ROWS)
+def test_default_tiles_fit(scheme, dynamic, rows, batched):
+    """rows: of a tile; batched: the capacity."""
+    tokens, top_k = (rows, 2) if batched else BATCHES[rows]
+    case = Case(why="any", tokens=tokens, top_k=top_k, scheme=scheme, dynamic=dynamic, **SIZES)
     experts, spaces, found = make(case, batched=batched), Workspaces("cpu"), []
     if batched:
         sets = experts.tiles(case.local, tokens)
@@ -46,8 +48,7 @@ def test_default_tiles_fit(scheme, dynamic, tokens, batched):
         sets = (experts.tiles(tokens, case.local, case.top_k)[0],)
         prepared = prepare(case, tokens)
         packed = scheme in ("int4", "mxfp4", "nvfp4")
-        wanted = next(bm for bm, size in TOKENS.items() if size == tokens)
-        assert sets[0].bm == (min(wanted, 64) if packed else wanted), "another kind of tiles than this case is for"
+        assert sets[0].bm == (min(rows, 64) if packed else rows), "another kind of tiles than this case is for"
 
     def record(kernel, programs, *args, **constants):
         if kernel.__name__ in ("gate_up", "down"):

@@ -121,6 +121,8 @@ async def test_a_start_that_cannot_be_broken_off_ends_with_the_process():
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+
 class Finder:
     def find_spec(self, name, *rest):
         if name == "typer":

@@ -278,7 +278,7 @@ class Config(_Section):
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """Read a YAML file; `overrides` maps dotted keys ("server.port") to values. Raises ConfigError, one clear message."""
-    return parse_config(_overridden(_read_mapping(Path(path)), overrides), str(path))
+    return parse_config(_overridden(read_mapping(Path(path), "configuration file"), overrides), str(path))
 
 
 def load_front_end(
@@ -286,7 +286,7 @@ def load_front_end(
 ) -> tuple[ServerConfig, SchedulerConfig]:
     """Of a front end that joins: what it serves, and its default deadline and drain. As `load_config`; the service's own
     file will do, whose other sections do not count. What is for the process that it joins is left out."""
-    data = _overridden(_read_mapping(Path(path)) if path is not None else {}, overrides)
+    data = _overridden(read_mapping(Path(path), "configuration file") if path is not None else {}, overrides)
     sections = {name: data[name] for name in data if name not in ("engine", "cluster", "model")}
     config = parse_config({**sections, "model": {"path": "."}}, str(path or "command line"))
     own = {"front_ends": 1, "join_port": None, "join_secret_file": None}
@@ -311,17 +311,18 @@ class _NoDuplicates(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """A YAML file's mapping; `what` it is, for messages. Raises ConfigError, for two equal keys as well."""
     try:
         data = yaml.load(path.read_text(), _NoDuplicates)
     except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist") from None
+        raise ConfigError(f"{what} {path} does not exist") from None
     except ConfigError as error:
-        raise ConfigError(f"configuration file {path}, {error}") from None
+        raise ConfigError(f"{what} {path}, {error}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration file {path} must hold a mapping, not {type(data).__name__}")
+        raise ConfigError(f"{what} {path} must hold a mapping, not {type(data).__name__}")
     return data
 
 

@@ -147,6 +147,14 @@ def test_ranks_that_do_not_fit_are_refused_with_what_each_node_offers(device, pl
     assert all(host in str(error.value) for host in nodes)
 
 
+def test_equal_keys_in_a_cluster_file_are_named(tmp_path):
+    path = local_file(tmp_path)
+    text = path.read_text()
+    path.write_text(text + "max_workers: 7\nmax_workers: 8\n")
+    with pytest.raises(ConfigError, match=r"cluster file .*the key 'max_workers' is in line \d+ already"):
+        load_cluster_file(path)
+
+
 def sleeper(*arguments: str) -> subprocess.Popen:
     """A process that looks like Ray's, with a child of its own."""
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)"

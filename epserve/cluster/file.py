@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from epserve.config import read_mapping
 from epserve.errors import ConfigError
 
 TOKEN = "~/.ray/auth_token"  # where Ray looks for it on a node
@@ -70,12 +71,7 @@ class ClusterFile:
 def load_cluster_file(path: str | Path) -> ClusterFile:
     """Raises ConfigError with every problem; touches no network."""
     path = Path(path).resolve()
-    try:
-        data = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"cluster file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
+    data = read_mapping(path, "cluster file")
     problems = schema_problems(data) or _problems(data)
     if problems:
         raise ConfigError(f"{path}:" + "".join(f"\n  - {problem}" for problem in problems))

@@ -1,10 +1,5 @@
 """Dense experts in two halves: their kernels in Triton's interpreter, as compiled for sm_90, and on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,8 +7,7 @@ from epserve.models import SharedExperts
 from epserve.modular_kernel import Activation
 from epserve.modular_kernel.kernel import begin
 from experts import dense
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.own_process import run_checks
 
 
 def experts(hidden=64, inner=48, dtype=torch.float32, device="cpu", gate=False) -> SharedExperts:
@@ -50,11 +44,7 @@ def test_what_has_no_halves_runs_at_once():
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "python_files=check_*.py"]
-    done = subprocess.run([*command, "tests/triton_interpreter/check_dense.py"], cwd=ROOT, env=env, capture_output=True,
-                          text=True, timeout=600)  # fmt: skip
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    run_checks("tests/triton_interpreter/check_dense.py", timeout=600, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

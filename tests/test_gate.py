@@ -5,10 +5,6 @@ place on a GPU: in Triton's interpreter, compiled for GPUs that are not there, a
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from epserve.errors import ConfigError
 from epserve.gate import GateSpec, GateWeights, fitted, route, route_logits, warm_up
 from epserve.models import open_checkpoint
 from epserve.models.demo import reference_module
+from tests.own_process import run_checks
 
 from .checkpoints import FAMILIES, LAYER, write
 
@@ -155,30 +152,6 @@ def test_weights_stay_as_they_are_on_the_cpu():
     weights = deepseek(64, 128, held=torch.float32)
     assert fitted(weights, DEEPSEEK, torch.bfloat16) is weights
     warm_up(weights, DEEPSEEK, torch.bfloat16)  # nothing to compile
-
-
-ROOT = Path(__file__).parent.parent
-
-
-def run_checks(path: str, *words: str, **env: str) -> None:
-    """In a process of its own: the interpreter and the stand-in for the driver are chosen before anything is launched."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "python_files=check_*.py",
-        path,
-        *words,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -43,9 +39,9 @@ from experts.tile_memory import BLOCKS, HOPPER, Gpu, programs_at_once
 from experts.tile_search import GAIN, search
 from experts.triton_experts import TritonExperts
 from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles, default_tiles, shipped
+from tests.own_process import run_checks
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def spec_of(problem: Problem, **options) -> LayerSpec:
@@ -586,20 +582,4 @@ def test_the_configuration_reaches_the_experts_and_tiles_are_chosen_before_memor
     [("triton_interpreter/check_tiles.py", {"TRITON_INTERPRET": "1"}), ("triton_aot/check_tuned_tiles.py", {})],
 )
 def test_in_a_process_of_its_own(checks, env):
-    """Triton's interpreter, and the stand-in for a GPU's driver, are chosen before Triton is imported."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "python_files=check_*.py",
-        f"tests/{checks}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True,
-                          timeout=800)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_checks(f"tests/{checks}", timeout=800, **env)

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -83,21 +84,21 @@ GRPC_OPTIONS = [
 ]
 
 
-def bare_server() -> grpc.aio.Server:
+async def echo_frames(_: Any, context: grpc.aio.ServicerContext) -> None:
     """Returns the frames of a stream, when the empty one says that all are here."""
+    held: list[bytes] = []
+    while (frame := await context.read()) is not grpc.aio.EOF:
+        if frame:
+            held.append(frame)
+            continue
+        for each in held:
+            await context.write(each)
+        held.clear()
 
-    async def echo(_, context: grpc.aio.ServicerContext) -> None:
-        held: list[bytes] = []
-        while (frame := await context.read()) is not grpc.aio.EOF:
-            if frame:
-                held.append(frame)
-                continue
-            for each in held:
-                await context.write(each)
-            held.clear()
 
+def bare_server() -> grpc.aio.Server:
     server = grpc.aio.server(options=GRPC_OPTIONS)
-    handler = grpc.method_handlers_generic_handler("bare", {"Echo": grpc.stream_stream_rpc_method_handler(echo)})
+    handler = grpc.method_handlers_generic_handler("bare", {"Echo": grpc.stream_stream_rpc_method_handler(echo_frames)})
     server.add_generic_rpc_handlers((handler,))
     return server
 

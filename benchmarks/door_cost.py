@@ -31,7 +31,7 @@ from typing import Any
 import grpc
 import torch
 
-from benchmarks.data_paths import GRPC_OPTIONS, HIDDEN, Engine
+from benchmarks.data_paths import GRPC_OPTIONS, HIDDEN, Engine, echo_frames
 from epserve.client import AsyncClient, Client
 from epserve.serving import wire
 from tests.fake_engine import serving
@@ -53,16 +53,6 @@ def serve(connection: Any) -> None:
 
     async def echo(request: bytes, _: Any) -> bytes:
         return request
-
-    async def echo_frames(_: Any, context: Any) -> None:
-        held: list[bytes] = []
-        while (frame := await context.read()) is not grpc.aio.EOF:
-            if frame:
-                held.append(frame)
-                continue
-            for each in held:
-                await context.write(each)
-            held.clear()
 
     async def run() -> None:
         bare = grpc.aio.server(options=GRPC_OPTIONS)

@@ -98,14 +98,12 @@ def end_all(number: int) -> None:
     Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
     NOTE: no clean-up by Python's or Ray's own hooks, which wait ten seconds for a start that is under way.
     """
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # Linux only: what loses its parent becomes our child, and is found
+    # Linux only: what loses its parent becomes our child, and is found.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + KILL_S
-    while (
-        left := node.descendants({os.getpid()})
-    ) and time.monotonic() < deadline:  # again: some were just being started
+    # Again and again: some were just being started.
+    while (left := node.descendants({os.getpid()})) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # at SIGTERM some would print a farewell

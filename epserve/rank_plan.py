@@ -103,10 +103,8 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         bias=info.bias,
     )
     paths = choose_paths(spec, config, here=here)
-    if here and engine.experts_tiles not in (
-        "auto",
-        "shipped",
-    ):  # a file that is wrong is found before any weight is read
+    # A file that is wrong is found before any weight is read.
+    if here and engine.experts_tiles not in ("auto", "shipped"):
         for path in paths:
             for name in (path.chosen.experts, *path.chosen.rivals):
                 experts.REGISTRY.get(name)(path.spec).use(tuning(config))

@@ -232,9 +232,8 @@ class Worker:
                 self._staged.pop(layer, None)
             if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
                 self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
-                self.kernels = RankKernels(
-                    self.plan, arrangement.config, ranks
-                )  # those were for other numbers of experts
+                # The present ones are for other numbers of experts.
+                self.kernels = RankKernels(self.plan, arrangement.config, ranks)
             self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:

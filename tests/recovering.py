@@ -1,12 +1,14 @@
 """Clients and waits of the tests in which ranks are lost."""
 
 import asyncio
+import contextlib
 import time
 
 import torch
 
+from epserve.config import parse_config
 from epserve.errors import RankFailed
-from epserve.runtime.engine import Batch
+from epserve.runtime.engine import Batch, Engine
 from tests.checkpoints import LAYER
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -14,6 +16,23 @@ STEP_TIMEOUT_S = 8.0
 HEARTBEAT_S = 4.0
 NOTICE_S = 5.0  # from the kill to a state other than serving
 BACK_S = 120.0  # from the kill to serving again; seconds on a free machine, most of it the start of a Python with torch
+
+
+@contextlib.asynccontextmanager
+async def running(path, **engine):
+    """An engine of CPU ranks over the checkpoint, with these choices in its section `engine`."""
+    config = parse_config(
+        {
+            "model": {"path": str(path)},
+            "engine": {"device": "cpu", "experts": "grouped_mm", "standbys": 0, **engine},
+            "cluster": {"start_timeout_s": 240},
+            "scheduler": {"step_timeout_s": STEP_TIMEOUT_S, "heartbeat_s": HEARTBEAT_S},
+        }
+    )
+    started = Engine(config)
+    await started.start()
+    yield started
+    await started.close()
 
 
 class Load:

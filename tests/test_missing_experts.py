@@ -9,12 +9,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from epserve.config import parse_config
 from epserve.errors import ExpertsMissing, NotReady
 from epserve.models.demo import reference_block
-from epserve.runtime.engine import Batch, Engine
+from epserve.runtime.engine import Batch
 from tests.checkpoints import LAYER, write
-from tests.recovering import BACK_S, HEARTBEAT_S, NOTICE_S, STEP_TIMEOUT_S, TOLERANCE, ask, pids, until
+from tests.recovering import BACK_S, NOTICE_S, TOLERANCE, ask, pids, running, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -32,24 +31,8 @@ def reference(path):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bare(path):
     """Three ranks with neither spare nor copies, which go on without what is lost."""
-    config = parse_config(
-        {
-            "model": {"path": str(path)},
-            "engine": {
-                "ranks": 3,
-                "device": "cpu",
-                "experts": "grouped_mm",
-                "when_experts_missing": "refuse",
-                "standbys": 0,
-            },
-            "cluster": {"start_timeout_s": 240},
-            "scheduler": {"step_timeout_s": STEP_TIMEOUT_S, "heartbeat_s": HEARTBEAT_S},
-        }
-    )
-    engine = Engine(config)
-    await engine.start()
-    yield engine
-    await engine.close()
+    async with running(path, ranks=3, when_experts_missing="refuse") as engine:
+        yield engine
 
 
 def routed(experts, count=5):

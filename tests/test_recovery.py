@@ -19,10 +19,10 @@ import ray
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epserve.config import ServerConfig, parse_config
+from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded, RankFailed
 from epserve.models.demo import reference_block
-from epserve.runtime.engine import Batch, Engine
+from epserve.runtime.engine import Batch
 from epserve.runtime.groups import hang_up
 from epserve.serving.server import Server
 from tests.checkpoints import LAYER, write
@@ -30,11 +30,11 @@ from tests.recovering import (
     BACK_S,
     HEARTBEAT_S,
     NOTICE_S,
-    STEP_TIMEOUT_S,
     Load,
     ask,
     back,
     pids,
+    running,
     spare,
     until,
 )
@@ -54,25 +54,8 @@ def reference(path):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(path):
-    config = parse_config(
-        {
-            "model": {"path": str(path)},
-            "engine": {
-                "ranks": 4,
-                "device": "cpu",
-                "experts": "grouped_mm",
-                "spares": 1,
-                "spare_weights": "host",
-                "standbys": 0,
-            },
-            "cluster": {"start_timeout_s": 240},
-            "scheduler": {"step_timeout_s": STEP_TIMEOUT_S, "heartbeat_s": HEARTBEAT_S},
-        }
-    )
-    engine = Engine(config)
-    await engine.start()
-    yield engine
-    await engine.close()
+    async with running(path, ranks=4, spares=1, spare_weights="host") as engine:
+        yield engine
 
 
 async def test_kill_an_idle_rank(engine, reference, record_property):

@@ -127,7 +127,6 @@ class GraphPool:
 
     def clear(self) -> None:
         self.drop(list(self._graphs))
-        self._pool = None
 
 
 class StepGraphs:

@@ -43,6 +43,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
+from tests.ranks import take_gpu
 
 BANK = 32  # sets of ids and weights that steps draw from
 MIB = 1 << 20
@@ -57,10 +58,8 @@ class Rank:
     def __init__(self, rank: int, args):
         self.rank, self.args = rank, args
         cuda = args.device == "cuda"
-        self.device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+        self.device = take_gpu(rank) if cuda else torch.device("cpu")
         torch.set_num_threads(1)
-        if cuda:
-            torch.cuda.set_device(self.device)
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=f"file://{args.meet}", rank=rank, world_size=args.world,
             timeout=timedelta(seconds=args.timeout_s), **({"device_id": self.device} if cuda else {}),

@@ -24,6 +24,23 @@ START_TIMEOUT_S = 200.0  # four processes that import torch on two busy cores
 GROUP_TIMEOUT_S = 60.0  # of each wait inside a rank
 CLOSE_S = 10.0  # what they all get to end by themselves
 GRACE_S = 3.0  # what the other ranks get to report after the first failure
+RANKS_PER_GPU = int(os.environ.get("EPSERVE_TEST_RANKS_PER_GPU", "1"))
+"""More than 1: ranks share GPUs where there are fewer than a test needs. Right and wrong show there, times do not."""
+
+
+def num_places() -> int:
+    """Ranks that the GPUs here can take."""
+    return torch.cuda.device_count() * RANKS_PER_GPU
+
+
+def take_gpu(rank: int) -> torch.device:
+    """The device of a rank, made the current one. Before the process group is made."""
+    if RANKS_PER_GPU > 1:  # NCCL takes ranks of one host on one GPU for a mistake, so each gets a host of its own
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    place = torch.device("cuda", rank // RANKS_PER_GPU)
+    torch.cuda.set_device(place)
+    return place
 
 
 class RanksFailed(AssertionError):
@@ -108,7 +125,7 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 def run_ranks(fn, world_size: int, *args, timeout: float = 150.0, device: str = "cpu") -> list:
     """`[fn(ranks, *args) for each rank]`, on a pool shared by the session. Raises RanksFailed."""
-    size = max(world_size, 4) if device == "cpu" else torch.cuda.device_count()
+    size = max(world_size, 4) if device == "cpu" else num_places()
     pool = _pools.get((size, device))
     if pool is None or not pool.alive:
         pool = _pools[size, device] = RankPool(size, device)
@@ -147,8 +164,7 @@ def _rank_main(rank: int, size: int, device: str, port: int, pipe) -> None:
 def _join(rank: int, size: int, device: str, port: int) -> dict[int, RankContext]:
     place = torch.device("cpu")
     if device == "cuda":
-        place = torch.device("cuda", rank)
-        torch.cuda.set_device(place)
+        place = take_gpu(rank)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     backend = "nccl" if device == "cuda" else "gloo"

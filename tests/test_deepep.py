@@ -36,7 +36,7 @@ from experts.loop import LoopExperts
 
 from . import fake_deep_ep
 from .cases import CASES, TOLERANCE, make_inputs, reference
-from .ranks import run_ranks
+from .ranks import num_places, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERTS = {"deepep_ht": LoopExperts, "deepep_ll": BatchedLoopExperts, "nvshmem": LoopExperts}
@@ -212,7 +212,7 @@ def librarys_layout(ranks: RankContext) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.skipif(num_places() < 2, reason="needs two CUDA GPUs")
 def test_our_layout_is_the_librarys():
     if missing := all2all.REGISTRY.get("deepep_ht").unavailable():
         pytest.skip(missing)

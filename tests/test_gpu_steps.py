@@ -34,7 +34,7 @@ from epserve.step import StepPlan
 
 from . import test_gpu_service
 from .cases import reference
-from .ranks import run_ranks
+from .ranks import num_places, run_ranks
 from .test_worker import make_worker
 
 pytestmark = [
@@ -57,7 +57,7 @@ OVERLAP_PAIRS = [("nvlink", "triton"), ("deepep_ht", "triton"), ("deepep_ll", "t
 
 
 def need(world: int, *names: str) -> None:
-    if torch.cuda.device_count() < world:
+    if num_places() < world:
         pytest.skip(f"needs {world} CUDA GPUs, torch sees {torch.cuda.device_count()}")
     for name in names:
         if text := all2all.REGISTRY.get(name).unavailable():

@@ -30,7 +30,7 @@ from epserve.modular_kernel import (
 )
 
 from . import triton_cases
-from .ranks import run_ranks
+from .ranks import num_places, run_ranks
 from .test_modular_kernel_combinations import GPU_WORLDS, PAIRS, missing, reasons
 
 EXPERTS, TOKENS, CAP = 8, 37, 16  # three rounds
@@ -96,7 +96,7 @@ def check_scheme(pf_name: str, experts_name: str, scheme: str, dynamic: bool, wo
 @pytest.mark.parametrize("world", GPU_WORLDS)
 @pytest.mark.parametrize(("pf_name", "experts_name"), [pair for pair in PAIRS if not reasons(*pair)])
 def test_every_quantisation_that_fits_on_gpus(pf_name, experts_name, world):
-    if not torch.cuda.is_available() or torch.cuda.device_count() < world:
+    if not torch.cuda.is_available() or num_places() < world:
         pytest.skip(f"needs {world} CUDA GPUs")
     if text := missing(pf_name, experts_name, "cuda"):
         pytest.skip(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import torch
 import triton
@@ -61,13 +62,21 @@ def _compile_and_run(launcher, run_all: Callable[[], None]) -> None:
             cores = len(os.sched_getaffinity(0))
             launch, launcher.launch = launcher.launch, launcher.compile_only
             try:
-                with ThreadPoolExecutor(cores) as pool, triton.AsyncCompileMode(pool):
-                    run_all()
+                _compile_side_by_side(cores, run_all)
             finally:
                 launcher.launch = launch
         run_all()
         if launcher.device.type == "cuda":
             torch.cuda.synchronize(launcher.device)
+
+
+def _compile_side_by_side(cores: int, run_all: Callable[[], None]) -> None:
+    def compile_all() -> None:
+        with ThreadPoolExecutor(cores) as pool, triton.AsyncCompileMode(pool):
+            run_all()
+
+    # A context of its own: where a compile fails, Triton leaves the mode on, and no later warm-up could enter it
+    copy_context().run(compile_all)
 
 
 def warm_up_batched(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspaces) -> None:

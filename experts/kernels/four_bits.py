@@ -134,8 +134,12 @@ def unpack(w, ws, row, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.con
                 wide *= PART
             rest = wide - wide.to(tl.bfloat16).to(tl.float32)
             high, low = _per_word(_twice(wide), BN, BK, GROUP), _per_word(_twice(rest), BN, BK, GROUP)
-        b0, b1 = _pair(word, high, low, ASM[0]), _pair(word, high, low, ASM[1])
-        b2, b3 = _pair(word, high, low, ASM[2]), _pair(word, high, low, ASM[3])
+        A0: tl.constexpr = ASM[0]  # Triton 3.6 takes no element of a tuple as a constant argument
+        A1: tl.constexpr = ASM[1]
+        A2: tl.constexpr = ASM[2]
+        A3: tl.constexpr = ASM[3]
+        b0, b1 = _pair(word, high, low, A0), _pair(word, high, low, A1)
+        b2, b3 = _pair(word, high, low, A2), _pair(word, high, low, A3)
     else:
         if ws.dtype.element_ty == tl.uint8:
             wide = (s << 23).to(tl.float32, bitcast=True)

@@ -105,3 +105,21 @@ def test_the_counter_tells_warm_from_late():
         assert counter.late == {"doubled": 1} or list(counter.late.values()) == [1]
     finally:
         counter.remove()
+
+
+def test_a_kernel_that_does_not_compile_ends_only_its_own_warm_up():
+    @triton.jit
+    def impossible(x):
+        triton.language.store(x, x + x)  # a pointer is no number
+
+    @triton.jit
+    def fine(x):
+        triton.language.store(x, 1.0)
+
+    def warm(kernel):
+        triton_warmup._compile_side_by_side(1, lambda: kernel.warmup(torch.empty(1), grid=(1,)))
+
+    with pytest.raises(triton.CompilationError):
+        warm(impossible)
+    warm(fine)
+    assert len(fine.device_caches[0][0]) == 1

@@ -356,6 +356,45 @@ class Facts:
         theirs = importer.open(handle=mine["handle"])
         return {"exporter": mine["range"], "opened": theirs, "range": importer.range(pointer=theirs["pointer"])}
 
+    def exported_again_at_the_same_address(self) -> dict[str, Any]:
+        """Freed and allocated anew while the importer still has the old one open: which does the new handle open?"""
+        exporter, importer, mine, theirs = self.shared(64 * MIB, 5)
+        exporter.free(pointer=mine["pointer"])
+        again = exporter.alloc(size=64 * MIB, fill=9)
+        handle = exporter.export(pointer=again["pointer"])["handle"]
+        changed = [at for at in range(64) if handle[2 * at : 2 * at + 2] != mine["handle"][2 * at : 2 * at + 2]]
+        seen: dict[str, Any] = {"same_address": again["pointer"] == mine["pointer"], "bytes_that_changed": changed}
+        opened = importer.open(handle=handle)
+        seen["opened"] = {**opened, "at_the_old_ones": opened["pointer"] == theirs["pointer"]}
+        seen["read"] = importer.read(pointer=opened["pointer"], size=16)
+        seen["read_old"] = importer.read(pointer=theirs["pointer"], size=16)
+        seen["close_new"] = importer.close(pointer=opened["pointer"])["error"]
+        seen["read_old_after_close_of_new"] = importer.read(pointer=theirs["pointer"], size=16)
+        return seen | {"close_old": importer.close(pointer=theirs["pointer"])["error"], "alive": importer.alive()}
+
+    def handle_with_another_size(self) -> dict[str, Any]:
+        """Bytes 16 to 23 of a handle are the size: can a client make the importer believe that there is more?"""
+        seen: dict[str, Any] = {}
+        for size in (2 * MIB, 64 * MIB, 1 << 40):
+            exporter, importer = self.side(), self.side()
+            mine = exporter.alloc(size=4 * MIB, fill=5)
+            handle = bytearray.fromhex(exporter.export(pointer=mine["pointer"])["handle"])
+            handle[16:24] = size.to_bytes(8, "little")
+            opened = importer.open(handle=bytes(handle).hex())
+            seen[str(size)] = {"opened": opened, "range": importer.range(pointer=opened["pointer"])}
+            seen[str(size)] |= {"read": importer.read(pointer=opened["pointer"], size=16), "alive": importer.alive()}
+            self.end()
+        return seen
+
+    def invisible_device(self) -> dict[str, Any]:
+        """A handle of GPU 1 opened by a process that sees GPU 0 only, as ranks see theirs only."""
+        exporter, importer = self.side(1), self.side(0, CUDA_VISIBLE_DEVICES="0")
+        if exporter.started["error"]:
+            return {"skipped": f"no second GPU: {exporter.started['error']}"}
+        mine = exporter.alloc(size=4 * MIB, fill=5)
+        opened = importer.open(handle=exporter.export(pointer=mine["pointer"])["handle"])
+        return {"opened": opened, "device": importer.device(pointer=opened["pointer"]), "alive": importer.alive()}
+
     def another_device(self) -> dict[str, Any]:
         """A handle of GPU 1 opened by a process that works on GPU 0: where does the driver say it lies?"""
         exporter, importer = self.side(1), self.side(0)

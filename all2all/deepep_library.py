@@ -43,9 +43,10 @@ def check_memory(ranks: RankContext, asked: int, backend: str) -> None:
     """Collective: every rank raises the ConfigError of the first that lacks memory."""
     free, total = torch.cuda.mem_get_info(ranks.device)
     text = None
-    if asked > free:
+    if asked * ranks.sharers > free:
+        shared = f", as do all {ranks.sharers} ranks on its GPU" if ranks.sharers > 1 else ""
         text = (
-            f"{backend} asks for {asked / GIB:.2f} GiB on rank {ranks.rank}, {free / GIB:.2f} of {total / GIB:.2f} GiB"
+            f"{backend} asks for {asked / GIB:.2f} GiB on rank {ranks.rank}{shared}, {free / GIB:.2f} of {total / GIB:.2f} GiB"
             " are free; lower max_tokens_per_rank"
         )
     for problem in gather(ranks, text):

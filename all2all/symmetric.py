@@ -87,10 +87,11 @@ def _too_little(ranks: RankContext, num_bytes: int) -> str | None:
     if ranks.device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(ranks.device)
-    if num_bytes <= free:
+    if num_bytes * ranks.sharers <= free:
         return None
+    shared = f" by each of {ranks.sharers} ranks" if ranks.sharers > 1 else ""
     return (
-        f"{num_bytes / GIB:.2f} GiB asked, {free / GIB:.2f} of {total / GIB:.2f} GiB free;"
+        f"{num_bytes / GIB:.2f} GiB asked{shared}, {free / GIB:.2f} of {total / GIB:.2f} GiB free;"
         " lower max_tokens_per_rank or batches_in_flight"
     )
 

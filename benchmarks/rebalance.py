@@ -33,6 +33,8 @@ from epserve.runtime.records import StepRecord
 from epserve.step import StepPlan
 from epserve.worker import Worker
 
+from .sharing import add_option, cluster_section, sharing
+
 LAYER = 1
 WARM = 10
 BLOCKS, STEPS = 40, 10
@@ -101,6 +103,7 @@ async def moves(args: argparse.Namespace, path: Path) -> dict:
                     "redundant_experts": args.redundant,
                     "standbys": 0,
                 },
+                "cluster": cluster_section(args),
             }
         )
     )
@@ -215,6 +218,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--count-tokens", type=int, nargs="*", default=[16, 256, 1024])
     parser.add_argument("--seed", type=int, default=0)
+    add_option(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -230,7 +234,8 @@ def main() -> int:
             "device": args.device, "gpu": torch.cuda.get_device_name(0) if args.device == "cuda" else "",
             "cpus": os.cpu_count(), "load_average_before": round(load_before, 2),
             "model": {"hidden": args.hidden, "intermediate": args.intermediate, "num_experts": args.num_experts, "dtype": dtype},
-            "ranks": args.ranks, "redundant": args.redundant, "clients": args.clients, "tokens": args.tokens,
+            "ranks": args.ranks, "ranks_per_gpu": sharing(args),
+            "redundant": args.redundant, "clients": args.clients, "tokens": args.tokens,
             "counting": [counting(args, path, tokens) for tokens in args.count_tokens],
             "moving": asyncio.run(moves(args, path)),
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
     python -m benchmarks.recovery --out benchmarks/results/recovery_cpu.json
     python -m benchmarks.recovery --device cuda --ranks 2 --redundant 8 --spares 0 --out benchmarks/results/recovery_h200x2.json
+    python -m benchmarks.recovery --device cuda --ranks 2 --spares 0 --ranks-per-gpu 2
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
 with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare
@@ -32,6 +33,8 @@ from epserve.models.demo import reference_block, write_demo_checkpoint
 from epserve.runtime import members
 from epserve.runtime.engine import Batch, Engine
 from epserve.runtime.rank import RankActor
+
+from .sharing import add_option, cluster_section, sharing
 
 LAYER = 1
 PHASES = ("prepare", "experts", "finalize")
@@ -146,6 +149,7 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
             "spares": args.spares, "spare_weights": args.spare_weights, "redundant_experts": args.redundant,
             "standbys": args.standbys,
         },
+        "cluster": cluster_section(args),
         "scheduler": {"heartbeat_s": args.heartbeat, "step_timeout_s": 30},
     }  # fmt: skip
     engine = Engine(parse_config(config))
@@ -170,6 +174,7 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
         "model": {name: getattr(args, name) for name in ("hidden", "intermediate", "num_experts", "dtype")},
         "memory_mib": memory, "tokens": args.tokens, "refused": bench.refused, "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name(0) if args.device == "cuda" and torch.cuda.is_available() else "",
+        "ranks_per_gpu": sharing(args),
         "summary": {kind: summary([one for one in each if one["fault"] == kind], args.heartbeat) for kind in args.faults},
         "each": each,
     }  # fmt: skip
@@ -219,6 +224,7 @@ def main() -> int:
     parser.add_argument("--intermediate", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    add_option(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")

@@ -139,7 +139,8 @@ class ClusterConfig(_Section):
     cpus_per_rank: Annotated[float, Field(ge=0)] = 0.1
     """Ray CPUs reserved for each rank."""
     gpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
-    """Used with device cuda only."""
+    """GPUs that Ray sets aside for each rank, with device cuda. Below 1 ranks share a GPU (0.5: two on each), which is for
+    trials on a machine with few GPUs, not for speed; spares count too."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Strategy of the placement group: PACK onto few hosts or SPREAD over many; STRICT_ makes it a condition."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -150,6 +151,11 @@ class ClusterConfig(_Section):
     shared_memory_bytes: Annotated[int, Field(ge=MIB)] = 1024 * MIB
     """Most shared memory for activations on their way to the ranks and back. What finds no room goes over the sockets.
     Ranks on GPUs pin all of it."""
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks and spares that may find themselves on one GPU."""
+        return max(int(1 / self.gpus_per_rank + 1e-6), 1) if self.gpus_per_rank else 1
 
 
 class SchedulerConfig(_Section):

@@ -261,7 +261,7 @@ class Worker:
         """Before arrange(), while steps run: take its experts of `layers` from `source`. Raises what that raises, NotReady."""
         one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
         needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
-        free = _free_bytes(self.ranks.device)
+        free = self._free_bytes()
         if free < needed * STAGING_MARGIN:
             raise NotReady(
                 f"{self.config.model.path} has changed since the start, and there is no memory to take experts from"
@@ -280,7 +280,7 @@ class Worker:
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
         needed = self.weights_bytes // len(self._layers)
-        if _free_bytes(self.ranks.device) < needed * STAGING_MARGIN:
+        if self._free_bytes() < needed * STAGING_MARGIN:
             return False
         wanted = placement.experts_of(self.ranks.rank)
         read = (source or self).load_layer(layer, wanted, self.ranks.device)
@@ -401,6 +401,10 @@ class Worker:
     def _peak_bytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device)
+    def _free_bytes(self) -> int:
+        """Of the device, this rank's share of it."""
+        return _free_bytes(self.ranks.device) // self.ranks.sharers
+
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 

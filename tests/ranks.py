@@ -33,6 +33,11 @@ def num_places() -> int:
     return torch.cuda.device_count() * RANKS_PER_GPU
 
 
+def cluster_section() -> dict[str, float]:
+    """Of a service's configuration: the same for its ranks."""
+    return {"gpus_per_rank": 10_000 // RANKS_PER_GPU / 10_000}  # Ray counts in such parts
+
+
 def take_gpu(rank: int) -> torch.device:
     """The device of a rank, made the current one. Before the process group is made."""
     if RANKS_PER_GPU > 1:  # NCCL takes ranks of one host on one GPU for a mistake, so each gets a host of its own

@@ -27,7 +27,7 @@ from epserve.worker import Worker
 from experts.loop import LoopExperts
 from tests import triton_cases
 from tests.checkpoints import LAYER, write
-from tests.ranks import run_ranks
+from tests.ranks import num_places, run_ranks
 
 EXPERTS, MOVES, TOKENS = 8, 20, 12
 SCHEMES = [
@@ -171,7 +171,7 @@ def test_outputs_are_bit_equal_over_moves_in_every_quantisation(path, scheme, dy
 @pytest.mark.gpu
 @pytest.mark.parametrize(("scheme", "dynamic"), SCHEMES, ids=str)
 def test_outputs_are_bit_equal_over_moves_on_gpus(path, scheme, dynamic):
-    if torch.cuda.device_count() < 2:
+    if num_places() < 2:
         pytest.skip("needs 2 CUDA GPUs")
     results = run_ranks(move_on_ranks, 2, path, scheme, dynamic, "triton", device="cuda", timeout=300)
     for outputs, came_from, reads in results:

@@ -221,6 +221,9 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
     ranks = RankContext(device=torch.device("cuda", 0))
     text = symmetric._too_little(ranks, 3 << 30)
     assert text == "3.00 GiB asked, 1.00 of 4.00 GiB free; lower max_tokens_per_rank or batches_in_flight"
+    assert symmetric._too_little(ranks, 1 << 30) is None
+    text = symmetric._too_little(dataclasses.replace(ranks, sharers=2), 1 << 30)
+    assert text is not None and text.startswith("1.00 GiB asked by each of 2 ranks, 1.00 of 4.00 GiB free")
 
 
 def test_slots_do_not_depend_on_what_was_in_flight_before():

@@ -35,7 +35,7 @@ from epserve.runtime.cluster import Cluster, Gang
 from epserve.runtime.engine import Batch, Engine
 from epserve.runtime.failure import Failure, RankLost, from_exception, root_cause
 from epserve.runtime.groups import interface_of
-from epserve.runtime.members import check_distinct_gpus
+from epserve.runtime.members import check_gpus
 from epserve.runtime.reports import RankFacts
 from epserve.runtime.transport import SocketLink, StepServer
 from epserve.step import StepError
@@ -455,10 +455,16 @@ async def test_two_ranks_on_one_gpu_are_refused():
     def facts(rank, uuid):
         return RankFacts(rank=rank, pid=1, node_id="n", node_ip="10.0.0.1", device="cuda:0", gpu_uuid=uuid)
 
-    check_distinct_gpus([facts(0, "GPU-a"), facts(1, "GPU-b")])
-    check_distinct_gpus([facts(0, ""), facts(1, "")])
-    with pytest.raises(ConfigError, match=r"ranks 0 and 2 on node 10\.0\.0\.1 both see GPU GPU-a"):
-        check_distinct_gpus([facts(0, "GPU-a"), facts(1, "GPU-b"), facts(2, "GPU-a")])
+    check_gpus([facts(0, "GPU-a"), facts(1, "GPU-b")])
+    check_gpus([facts(0, ""), facts(1, "")])
+    three = [facts(0, "GPU-a"), facts(1, "GPU-b"), facts(2, "GPU-a")]
+    with pytest.raises(
+        ConfigError, match=r"ranks 0 and 2 on node 10\.0\.0\.1 both see GPU GPU-a: .*gpus_per_rank at 1"
+    ):
+        check_gpus(three)
+    check_gpus(three, ranks_per_gpu=2)
+    with pytest.raises(ConfigError, match=r"ranks 0, 2 and 3 on .* all see GPU GPU-a, cluster\.gpus_per_rank allows 2"):
+        check_gpus([*three, facts(3, "GPU-a")], ranks_per_gpu=2)
 
 
 async def test_the_interface_of_an_address():

@@ -34,6 +34,8 @@ class RankContext:
     group: Any = None
     timeout_s: float = 30.0
     """Deadline of every wait on other ranks."""
+    sharers: int = 1
+    """Ranks that may be on this one's GPU, itself included: each counts on so small a part of what is free there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

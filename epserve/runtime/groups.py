@@ -65,6 +65,15 @@ def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device,
     return dist.group.WORLD
 
 
+def share_gpu() -> None:
+    """Before this process's first group on a GPU that it shares with other ranks."""
+    address = ray.util.get_node_ip_address()
+    # NCCL takes two ranks of one host on one GPU for a mistake, so each gets a host of its own, and they talk over sockets.
+    os.environ["NCCL_HOSTID"] = f"{address}-{os.getpid()}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address) or "lo")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+
 def leave(device: torch.device) -> None:
     """Let go of the process group, where there is one, without waiting for anybody. From any thread."""
     if not _leaving.acquire(timeout=LEAVE_TIMEOUT_S):

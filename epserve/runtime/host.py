@@ -36,7 +36,8 @@ def check_host(config: Config, device: str) -> None:
 def _check_gpus(config: Config) -> None:
     engine, each = config.engine, config.cluster.gpus_per_rank
     processes = engine.ranks + engine.spares
-    have, wanted = torch.cuda.device_count(), max(processes * each, 1)
+    sharing = config.cluster.ranks_per_gpu
+    have, wanted = torch.cuda.device_count(), max(processes * each if sharing == 1 else -(-processes // sharing), 1)
     if wanted <= have + 1e-6:
         return
     spares = f" and {engine.spares} spares" if engine.spares else ""

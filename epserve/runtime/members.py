@@ -177,17 +177,28 @@ def as_error(failure: Failure) -> EpserveError:
     return RankLost(failure)
 
 
-def check_distinct_gpus(facts: Sequence[RankFacts]) -> None:
-    """Two ranks on one GPU would share its memory and deadlock in NCCL; raises ConfigError with the reason."""
-    owner: dict[str, RankFacts] = {}
+def check_gpus(facts: Sequence[RankFacts], ranks_per_gpu: int = 1) -> None:
+    """Two ranks on one GPU would share its memory and deadlock in NCCL, unless they were told to. Raises ConfigError with the
+    reason where a GPU has more than `ranks_per_gpu`."""
+    owners: dict[str, list[RankFacts]] = {}
     for each in facts:
-        other = owner.setdefault(each.gpu_uuid, each)
-        if each.gpu_uuid and other is not each:
+        if not each.gpu_uuid:
+            continue
+        others = owners.setdefault(each.gpu_uuid, [])
+        if len(others) == ranks_per_gpu:
+            named = ", ".join(str(other.rank) for other in others)
+            who = f"ranks {named} and {each.rank} on node {each.node_ip} {'both' if ranks_per_gpu == 1 else 'all'}"
+            allowed = f", cluster.gpus_per_rank allows {ranks_per_gpu}" if ranks_per_gpu > 1 else ""
             raise ConfigError(
-                f"ranks {other.rank} and {each.rank} on node {each.node_ip} both see GPU {each.gpu_uuid}:"
-                " Ray did not set CUDA_VISIBLE_DEVICES for them. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES,"
-                " and set cluster.gpus_per_rank to 1"
+                f"{who} see GPU {each.gpu_uuid}{allowed}: Ray did not set CUDA_VISIBLE_DEVICES for them. Unset"
+                " RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+                + (
+                    ""
+                    if ranks_per_gpu > 1
+                    else ", and leave cluster.gpus_per_rank at 1; below 1 ranks share GPUs, for trials"
+                )
             )
+        others.append(each)
 
 
 class Agents:

@@ -35,7 +35,7 @@ from .changes import Changes
 from .cluster import Gang
 from .failure import Failure, RankLost, root_cause
 from .groups import GroupAddress, StoreActor
-from .members import Agents, Member, answer, call_all, check_distinct_gpus
+from .members import Agents, Member, answer, call_all, check_gpus
 from .planning import share_parts
 from .shm import Arena
 from .spares import Spares
@@ -116,6 +116,11 @@ class Pool:
     async def start(self) -> None:
         """Returns when every rank has loaded, joined and run a step. Raises the root cause of all ranks' reports."""
         engine = self.config.engine
+        if self.device == "cuda" and (sharing := self.config.cluster.ranks_per_gpu) > 1:
+            log.warning(
+                "cluster.gpus_per_rank %g: up to %d ranks share a GPU. That is for trials, not for speed: they take turns on it,"
+                " and NCCL sends what it sends through the host", self.config.cluster.gpus_per_rank, sharing,
+            )  # fmt: skip
         if self.config.cluster.data_path != "sockets":
             self.arena = Arena(self.config.cluster.shared_memory_bytes)
         digested, _ = await asyncio.gather(
@@ -313,7 +318,10 @@ class Pool:
         facts = await call_all(new, "set_up", arrangement, self.stamp, timeout=limit, numbered=True)
         for member, each in zip(new, facts, strict=True):
             member.facts = each
-        check_distinct_gpus([each.facts for each in {*self.members, *new} if each.facts is not None])
+        check_gpus(
+            [each.facts for each in {*self.members, *new} if each.facts is not None],
+            arrangement.config.cluster.ranks_per_gpu,
+        )
         self.agents.cover([each.node_id for each in facts])
         here = ray.get_runtime_context().get_node_id()
 

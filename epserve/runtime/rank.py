@@ -178,6 +178,8 @@ class RankActor:
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         if before is not None and uuid != before.gpu_uuid:
             raise NotReady(
+        if self._config.cluster.ranks_per_gpu > 1:
+            groups.share_gpu()
                 f"this process sees GPU {uuid} and was to take {before.gpu_uuid} over: another one must start"
             )
         return uuid
@@ -339,6 +341,7 @@ class RankActor:
         step = header["step"]
         if header.get("beat"):
             return {"step": step}, []
+            sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
         with self._busy:
             try:
                 y_MK, told = self._run(header, tensors, out)

@@ -398,13 +398,13 @@ class Worker:
         keys = {(layer, self.placements[layer].version) for layer in self._layers}
         self.kernels.keep_graphs(keys | {(layer, each.placement.version) for layer, each in self._staged.items()})
 
-    def _peak_bytes(self) -> int:
-        if self.ranks.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.ranks.device)
     def _free_bytes(self) -> int:
         """Of the device, this rank's share of it."""
         return _free_bytes(self.ranks.device) // self.ranks.sharers
 
+    def _peak_bytes(self) -> int:
+        if self.ranks.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.ranks.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 

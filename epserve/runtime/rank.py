@@ -175,11 +175,11 @@ class RankActor:
         self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
         torch.cuda.set_device(self._device)
         torch.zeros(1, device=self._device)  # makes the context
+        if self._config.cluster.ranks_per_gpu > 1:
+            groups.share_gpu()
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         if before is not None and uuid != before.gpu_uuid:
             raise NotReady(
-        if self._config.cluster.ranks_per_gpu > 1:
-            groups.share_gpu()
                 f"this process sees GPU {uuid} and was to take {before.gpu_uuid} over: another one must start"
             )
         return uuid
@@ -332,6 +332,7 @@ class RankActor:
             device=self._device,
             group=group,
             timeout_s=self._config.scheduler.step_timeout_s,
+            sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
         )
 
     def _answer(
@@ -341,7 +342,6 @@ class RankActor:
         step = header["step"]
         if header.get("beat"):
             return {"step": step}, []
-            sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
         with self._busy:
             try:
                 y_MK, told = self._run(header, tensors, out)

@@ -31,7 +31,7 @@ from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
-from epserve.serving.client_checks import bounded, check_kind, check_target
+from epserve.serving.client_checks import check_kind, check_target
 from epserve.serving.client_region import ClientRegion
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
 from epserve.serving.frames import experts_stub
@@ -75,6 +75,14 @@ class _Endpoint:
             wire_format=wire_format,
             priority=self.options.priority,
         )
+
+    def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:
+        """Of an attempt to register a region: what to raise, or to try again after."""
+        if attempts.over or isinstance(error, TimeoutError):
+            return DeadlineExceeded(f"{self.target} did not register the region in time")
+        if isinstance(error, grpc.RpcError):
+            return status.error_of_rpc(error)
+        return NotReady(f"{self.target} ended the call before the region was registered; it may be stopping")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -133,18 +141,10 @@ class Client(_Endpoint):
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
         """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them."""
         self._check_open()
-        timeout_s = bounded(self.options.timeout_s if timeout is None else timeout)
+        attempts = self._attempts(timeout)
         region = ClientRegion(size)
         try:
-            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
-            timer = threading.Timer(timeout_s, call.cancel)
-            timer.start()
-            try:
-                region.registered(next(call))
-            except grpc.RpcError as error:
-                raise status.error_of_rpc(error) from None
-            finally:
-                timer.cancel()
+            call = self._hold(region, attempts)
             region.bell.connect()
             if not call.add_callback(region.lost):  # it has ended already
                 region.lost()
@@ -187,6 +187,25 @@ class Client(_Endpoint):
     def __exit__(self, *_) -> None:
         self.close()
 
+    def _hold(self, region: ClientRegion, attempts: Attempts) -> Any:
+        """The RPC that keeps the region registered, for as long as it runs."""
+        while True:
+            self._check_open()
+            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            timer = threading.Timer(attempts.remaining(), call.cancel)  # a deadline would end the registration later
+            timer.start()
+            try:
+                region.registered(next(call))
+                return call
+            except (grpc.RpcError, StopIteration) as error:
+                wait = attempts.wait_after(self._not_registered(error, attempts))
+            except BaseException:
+                call.cancel()
+                raise
+            finally:
+                timer.cancel()
+            time.sleep(wait)
+
     def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
         attempts = self._attempts(timeout)
         while True:
@@ -202,6 +221,7 @@ class Client(_Endpoint):
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
+                request.check_region()
                 try:
                     return self._once(request, attempts.remaining(), cancellation)
                 except (EpserveError, grpc.RpcError) as error:
@@ -270,6 +290,7 @@ class AsyncClient(_Endpoint):
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
+                request.check_region()
                 try:
                     return await self._once(request, attempts.remaining())
                 except EpserveError as error:
@@ -281,23 +302,15 @@ class AsyncClient(_Endpoint):
     def stream(self) -> Pipeline:
         """For many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
         self._check_open()
-        return Pipeline(self._stub.ForwardStream(metadata=self.options.metadata), self.options)
+        return Pipeline(partial(self._open_stream, self.options.metadata), self.options)
 
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
         self._check_open()
-        timeout_s = bounded(self.options.timeout_s if timeout is None else timeout)
+        attempts = self._attempts(timeout)
         region = ClientRegion(size)
         try:
-            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    region.registered(await anext(aiter(call)))
-            except TimeoutError:
-                call.cancel()
-                raise DeadlineExceeded(f"{self.target} did not register the region in time") from None
-            except grpc.RpcError as error:
-                raise status.error_of_rpc(error) from None
+            call = await self._hold(region, attempts)
             call.add_done_callback(lambda _: region.lost())
             region.async_bell = await region.bell.for_asyncio()
             try:
@@ -336,6 +349,24 @@ class AsyncClient(_Endpoint):
 
     async def __aexit__(self, *_) -> None:
         await self.close()
+
+    def _open_stream(self, metadata: Any) -> Any:
+        """With the trace of whoever made the Pipeline, whichever call opens it again."""
+        self._check_open()
+        return self._stub.ForwardStream(metadata=metadata)
+
+    async def _hold(self, region: ClientRegion, attempts: Attempts) -> Any:
+        while True:
+            self._check_open()
+            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            try:
+                async with asyncio.timeout(attempts.remaining()):
+                    region.registered(await anext(aiter(call)))
+                return call
+            except (grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
+                call.cancel()
+                wait = attempts.wait_after(self._not_registered(error, attempts))
+            await asyncio.sleep(wait)
 
     async def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
         attempts = self._attempts(timeout)

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -339,60 +339,6 @@ def wait_until(condition, timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-@asynccontextmanager
-async def stream_of(engine: FakeEngine):
-    async with serving(engine) as server, AsyncClient(server.address, QUICK) as client, client.stream() as stream:
-        yield stream, server
-
-
-class TestStream:
-    async def test_calls_share_a_stream_and_end_in_any_order(self):
-        async def by_value(batch):
-            await asyncio.sleep(float(batch.hidden[0, 0]) / 1000)
-            return batch.hidden
-
-        sent = [torch.full((16000 if ms % 9 == 0 else 1, 32), float(ms)) for ms in range(40, 0, -1)]
-        async with stream_of(FakeEngine(by_value)) as (stream, server):
-            for x, y in zip(sent, await asyncio.gather(*(stream.forward(1, x) for x in sent)), strict=True):
-                assert torch.equal(x, y)
-            assert server._calls.in_flight == 0
-
-    async def test_a_failure_is_of_its_call_alone(self):
-        requests = [(4 if number % 2 else 1, torch.ones(16000 if number % 3 == 0 else 1, 32)) for number in range(12)]
-        async with stream_of(FakeEngine()) as (stream, _):
-            replies = await asyncio.gather(*(stream.forward(*request) for request in requests), return_exceptions=True)
-        assert [type(reply) for reply in replies] == [torch.Tensor, errors.UnknownLayer] * 6
-
-    async def test_deadlines_and_cancels_end_one_call(self):
-        engine = FakeEngine(hang)
-        async with serving(engine) as server, AsyncClient(server.address, QUICK) as client, client.stream() as stream:
-            with pytest.raises(errors.DeadlineExceeded):
-                await stream.forward(1, torch.ones(1, 32), timeout=0.1)
-            tasks = [asyncio.ensure_future(stream.forward(1, torch.ones(16000, 32))) for _ in range(3)]
-            async with asyncio.timeout(30):
-                while engine.running < 3:
-                    await asyncio.sleep(0.01)
-                for task in tasks:
-                    task.cancel()
-                while engine.running or server._calls.in_flight:
-                    await asyncio.sleep(0.01)
-            engine.compute = echo
-            assert torch.equal(await stream.forward(1, torch.ones(2, 32)), torch.ones(2, 32))
-
-    async def test_a_stream_that_ended_says_so_to_all(self):
-        engine = FakeEngine(hang)
-        async with stream_of(engine) as (stream, server):
-            waiting = asyncio.ensure_future(stream.forward(1, torch.ones(1, 32)))
-            async with asyncio.timeout(30):
-                while not engine.running:
-                    await asyncio.sleep(0.01)
-            await server.stop(grace=0.1)
-            with pytest.raises(errors.NotReady):
-                await waiting
-            with pytest.raises(errors.NotReady):
-                await stream.forward(1, torch.ones(1, 32))
 
 
 class TestSecurity:

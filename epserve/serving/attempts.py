@@ -26,7 +26,12 @@ class Attempts:
         self._began = 0.0
 
     def remaining(self) -> float:
+        """Seconds until the deadline, and a little where it has passed: a wait of zero means other things to other APIs."""
         return max(self._deadline - time.monotonic(), 0.001)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def wait_after(self, error: EpserveError) -> float:
         """Seconds until the next attempt; raises the error when there is none."""

@@ -98,13 +98,17 @@ class ClientRegion:
         """Not to be used again: the server may yet write there for a call that was given up."""
         self._quarantined.append(block)
 
-    def slice_of(self, data: memoryview) -> pb.RegionSlice | None:
-        """Where these bytes lie in the region; None: elsewhere. Raises NotReady when the server does not know the region."""
+    def check_registered(self) -> None:
+        """Raises NotReady when the server does not know the region, or no longer."""
         if self._closed or self._lost:
             why = (
                 "is closed" if self._closed else "is no longer registered, since its connection ended; register another"
             )
             raise NotReady(f"region {self.name} {why}")
+
+    def slice_of(self, data: memoryview) -> pb.RegionSlice | None:
+        """Where these bytes lie in the region; None: elsewhere. Raises NotReady when the server does not know the region."""
+        self.check_registered()
         if data.readonly or not len(data):
             return None
         offset = self._blocks.offset_of(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))

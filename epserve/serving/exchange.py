@@ -113,6 +113,11 @@ class OutgoingRequest:
         self._unsettled = self._unsettled or not isinstance(error, CallerError | Overloaded)
         return error
 
+    def check_region(self) -> None:
+        """Raises NotReady when the service has forgotten the region since the request was made: only another one helps."""
+        if self._region is not None:
+            self._region.check_registered()
+
     @property
     def bell(self) -> Bell | None:
         """The quickest way for a request whose tensors all lie in a region, while there is one."""

@@ -58,7 +58,7 @@ class Bell:
             ring.over()
             sock.close()  # whoever is asked there gives the call up
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"no reply after {timeout_s:g} s") from None
+                raise DeadlineExceeded(f"no reply after {timeout_s:.3g} s") from None
             if isinstance(error, OSError):
                 self._drop_idle()  # a service that went away left them all
                 raise NotReady("the service ended the connection before the reply; it may be stopping") from error
@@ -137,7 +137,7 @@ class AsyncBell(asyncio.Protocol):
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise DeadlineExceeded(f"no reply after {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"no reply after {timeout_s:.3g} s") from None
         finally:
             if self._waiting.pop(number, None) is not None:  # given up: the server need not go on
                 self._send_frame(pb.RequestFrame(call=number, cancel=pb.Cancel()))

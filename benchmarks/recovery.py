@@ -147,7 +147,7 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
         "engine": {
             "ranks": args.ranks, "device": args.device, "all2all": args.all2all, "experts": args.experts,
             "spares": args.spares, "spare_weights": args.spare_weights, "redundant_experts": args.redundant,
-            "standbys": args.standbys,
+            "standbys": args.standbys, "max_tokens_per_rank": args.max_tokens_per_rank,
         },
         "cluster": cluster_section(args),
         "scheduler": {"heartbeat_s": args.heartbeat, "step_timeout_s": 30},
@@ -219,6 +219,7 @@ def main() -> int:
     parser.add_argument("--spare-weights", choices=("checkpoint", "host"), default="host")
     parser.add_argument("--redundant", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=1024)
     parser.add_argument("--heartbeat", type=float, default=1.0)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=128)

@@ -29,6 +29,7 @@ from epserve.modular_kernel.crossover import Crossover, agree, example, measure
 from epserve.modular_kernel.graphs import StepGraphs, why_no_graphs
 from epserve.modular_kernel.in_flight import TwoInFlight, why_not_two
 from epserve.modular_kernel.kernel import SharedExperts
+from epserve.modular_kernel.known_times import KnownTimes
 from epserve.modular_kernel.selection import Choice, MeasuredExperts
 from epserve.rank_plan import PathPlan, RankPlan, measuring, tuning
 
@@ -44,9 +45,12 @@ def _no_phase(phase: str) -> None:
 class Path:
     """One all-to-all with its experts. What outlives a process group: the experts object and the workspaces."""
 
-    def __init__(self, plan: RankPlan, path: PathPlan, config: Config):
+    def __init__(self, plan: RankPlan, path: PathPlan, config: Config, known: KnownTimes):
         self.plan, self.config = path, config
-        self.method = plan.method(path.spec, path.chosen.as_backends(measuring(config), tuning(config)))
+        tiles = tuning(config)
+        if known.tables:  # not at the start: requests wait
+            tiles = replace(tiles, budget_s=0.0)
+        self.method = plan.method(path.spec, path.chosen.as_backends(replace(measuring(config), known=known), tiles))
         self.experts: FusedMoEExpertsModular | None = None
         self.kernel: FusedMoEModularKernel | None = None
         self.two: TwoInFlight | None = None
@@ -132,9 +136,11 @@ class Path:
 class RankKernels:
     """All paths of one rank. `build` and `warm_up` are collective; a step is, too."""
 
-    def __init__(self, plan: RankPlan, config: Config, ranks: RankContext):
+    def __init__(self, plan: RankPlan, config: Config, ranks: RankContext, known: KnownTimes | None = None):
+        """known: what was measured for former arrangements, to which is added what is measured here."""
         self.plan = plan
-        self.paths = {path.chosen.all2all: Path(plan, path, config) for path in plan.paths}
+        self.known = known if known is not None else KnownTimes()
+        self.paths = {path.chosen.all2all: Path(plan, path, config, self.known) for path in plan.paths}
         self.first = next(iter(self.paths.values()))
         self.workspaces, self.second = Workspaces(ranks.device), Workspaces(ranks.device)
         self.crossover: Crossover | None = None
@@ -183,7 +189,9 @@ class RankKernels:
         for path in self.paths.values():
             self._touch(path, weights)
         if len(self.paths) > 1:
-            self.crossover = agree(self.ranks, self.crossover, self.caps) or self._measure(weights)
+            self._choose_paths(weights)
+        measured = [each for path in self.paths.values() if isinstance(each := path.experts, MeasuredExperts)]
+        self.known.add(table for each in measured if (table := each.table(weights.experts)) is not None)
         for line in self.notes():
             log.info(line)
 
@@ -233,6 +241,8 @@ class RankKernels:
             if path.two is not None:
                 lines.append(f"{path.name}: two batches in flight from {path.two.from_tokens} tokens a rank")
         lines += self.crossover.explain() if self.crossover is not None else []
+        if self.crossover is not None and self.crossover.num_ranks not in (0, self.ranks.world_size):
+            lines.append(f"all-to-all: chosen by times that were measured with {self.crossover.num_ranks} ranks")
         several = len(self.paths) > 1
         for name, path in self.paths.items():
             explained = path.experts.explain() if path.experts is not None else []
@@ -288,6 +298,12 @@ class RankKernels:
             path.forward(None, x_MK, routing, weights=weights.experts, tokens_per_rank=counts, shared_experts=shared)
             if path.graphs is not None:
                 path.graphs.warm(weights.experts, shared)
+
+    def _choose_paths(self, weights: LayerWeights) -> None:
+        """Collective. A newcomer has no table, and the others may have one of another number of ranks: one of them counts."""
+        own = self.crossover or self.known.crossover(self.ranks.world_size)
+        self.crossover = agree(self.ranks, own, self.caps) or self._measure(weights)
+        self.known.add_crossover(self.crossover)
 
     def _measure(self, weights: LayerWeights) -> Crossover:
         if any(path.graphs is not None for path in self.paths.values()):

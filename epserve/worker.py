@@ -31,6 +31,7 @@ from epserve.gate import warm_up as warm_up_gate
 from epserve.models import LayerWeights, UnchangedCheckpoint, open_checkpoint
 from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
+from epserve.modular_kernel.known_times import KnownTimes
 from epserve.modular_kernel.selection import Choice
 from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, left_out, to_physical
@@ -88,7 +89,9 @@ class Worker:
         self._staged: dict[int, _Staged] = {}
         self._arranging = threading.Lock()  # `held` is asked by threads of other ranks
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
-        self.kernels = RankKernels(self.plan, config, ranks)
+        self.known = KnownTimes()
+        """What was measured here, for this arrangement and for earlier ones, and what other ranks have told."""
+        self.kernels = RankKernels(self.plan, config, ranks, self.known)
 
     @property
     def phase(self) -> str:
@@ -233,7 +236,7 @@ class Worker:
             if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
                 self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
                 # The present ones are for other numbers of experts.
-                self.kernels = RankKernels(self.plan, arrangement.config, ranks)
+                self.kernels = RankKernels(self.plan, arrangement.config, ranks, self.known)
             self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:

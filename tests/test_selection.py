@@ -23,6 +23,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
     selection,
+    timers,
     times_cache,
 )
 from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, bucket_of, example_batch
@@ -297,7 +298,8 @@ class Spent:
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(Spent, "now", 0.0)
-        monkeypatch.setattr(selection, "time", SimpleNamespace(perf_counter=lambda: Spent.now))
+        for module in (selection, timers):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Spent.now))
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ class Crossover:
 
     caps: Mapping[str, int | None]
     times: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    num_ranks: int = 0
+    """So many ranks measured it; 0: it was made otherwise."""
 
     def __post_init__(self):
         if all(cap is not None for cap in self.caps.values()):
@@ -87,7 +89,7 @@ def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], 
                 meet(ranks)
                 spans.append(_seconds(partial(run, x_MK, routing, counts), ranks.device))
             times[name] = statistics.median(spans)
-    table = Crossover(caps=dict(caps), times=slowest(gather(ranks, mine)))
+    table = Crossover(caps=dict(caps), times=slowest(gather(ranks, mine)), num_ranks=ranks.world_size)
     for line in table.explain():
         LOG.info("all-to-all for %s", line)
     return table
@@ -104,12 +106,10 @@ def slowest(of_ranks: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[int, 
 def agree(ranks: RankContext, mine: Crossover | None, caps: Mapping[str, int | None]) -> Crossover | None:
     """Collective: the table that some rank still has for these candidates, the same on all ranks; None: measure.
 
-    After a failure the survivors have one and a newcomer has none.
+    After a failure the survivors have one, perhaps of another number of ranks, and a newcomer has none.
     """
-    wanted = dict(caps)
-    tables = [None if table is None else (dict(table.caps), table.times) for table in gather(ranks, mine)]
-    found = next((table for table in tables if table is not None and table[0] == wanted), None)
-    return None if found is None else Crossover(caps=wanted, times=found[1])
+    fitting = [table for table in gather(ranks, mine) if table is not None and dict(table.caps) == dict(caps)]
+    return next((table for table in fitting if table.num_ranks == ranks.world_size), next(iter(fitting), None))
 
 
 def check_budget(asked: Mapping[str, int], limit: int, *, setting: str) -> None:

@@ -12,7 +12,7 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,10 @@ from epserve.errors import ConfigError
 from .capability import LayerSpec
 from .contracts import FusedMoEExpertsModular, Prepared
 from .handles import DispatchHandle, HandleBook
+from .known_times import KnownTable, KnownTimes
 from .reduce import TopKWeightAndReduceContiguous
 from .summed import SummedExperts, nbytes, view
+from .timers import Timer, time_call, time_graph
 from .times_cache import TimesCache, key_of
 from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspace, Workspaces, WorkspaceShapes
@@ -41,21 +43,20 @@ differ by some 0.05."""
 TOO_LONG = ""
 """In place of a candidate's name, beside a budget that did not reach so far: not measured again with the same one."""
 
-Timer = Callable[[Callable[[], object]], float]
-"""Seconds that one call takes on the device."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
     """`budget_s`: seconds that timing may take, compiling apart; 0: nothing is timed. `cache`: file of times, None: none.
 
-    `again`: measure even what the file has. `overrides`: bucket -> candidate, not measured.
+    `again`: measure even what the file has. `overrides`: bucket -> candidate, not measured. `known`: what is known beside the
+    file; with times of the same kin in it, nothing is timed.
     """
 
     budget_s: float = 3.0
     cache: Path | None = None
     again: bool = False
     overrides: Mapping[int, str] = field(default_factory=dict, hash=False)
+    known: KnownTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,9 @@ class MeasuredExperts(FusedMoEExpertsModular):
         """Bucket -> candidate -> seconds."""
         self.left_out: dict[str, str] = {}
         """Candidate -> why it serves nothing here."""
-        self._timer = timer or (_time_graph if spec.cuda_graph else _time)
+        self.carried: KnownTable | None = None
+        """Whose times these are, where they were measured for other numbers of experts."""
+        self._timer = timer or (time_graph if spec.cuda_graph else time_call)
         self._per_row = 0.0
         self._warm_rows = -1
         self._first_from: int | None = None
@@ -150,6 +153,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
         if unknown:
             limit = max(self.times[each][TOO_LONG] for each in unknown)
             lines.append(f"experts for {self._untimed(unknown[0], limit)}")
+        if self.carried is not None:
+            lines.append(
+                f"experts: chosen by times that were measured with {self.carried.num_experts} experts on a rank, before the"
+                " number of ranks changed"
+            )
         lines += [f"experts {name} left out: {reason}" for name, reason in self.left_out.items()]
         return lines + [line for candidate in self.candidates.values() for line in candidate.explain()]
 
@@ -207,7 +215,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
                       if set(times) == able or times.get(TOO_LONG, -1.0) >= budget}  # fmt: skip
         wanted = [bucket for bucket in self._buckets(max_rows) if bucket not in self.measuring.overrides]
         missing = [bucket for bucket in wanted if bucket not in self.times] if len(able) > 1 else []
-        if missing and budget > 0:
+        if missing and budget > 0 and not self._carry(weights):
             self._measure(missing, weights)
             cache.write(self.times)
         self._warm_rows = max_rows
@@ -216,10 +224,41 @@ class MeasuredExperts(FusedMoEExpertsModular):
             torch.cuda.empty_cache()  # what the losers allocated is for others
 
     def key(self, weights: ExpertWeights) -> str:
-        rows = "every row" if self.every_row else "local rows"
-        graph = ", graphs" if self.spec.cuda_graph else ""
         chosen = [f"{name} {variant}" for name, each in self.candidates.items() if (variant := each.variant())]
-        return " | ".join([key_of(self.spec, weights, self.candidates), f"{rows}{graph}", *chosen])
+        rows = "every row" if self.every_row else "local rows"
+        return " | ".join([key_of(self.spec, weights, self.candidates), f"{rows}{self._graphs()}", *chosen])
+
+    def table(self, weights: ExpertWeights) -> KnownTable | None:
+        """What was measured here or read from the file; None where that is nothing."""
+        if self.carried is not None or not self.times:
+            return None
+        return KnownTable(
+            key=self.key(weights), kin=self._kin(weights), num_experts=weights.num_experts, times=dict(self.times),
+            left_out=dict(self.left_out),
+        )  # fmt: skip
+
+    def _graphs(self) -> str:
+        return ", graphs" if self.spec.cuda_graph else ""
+
+    def _kin(self, weights: ExpertWeights) -> str:
+        """Whatever rows prepare delivers: a rank that is left alone has another all-to-all."""
+        return f"{key_of(self.spec, weights, self.candidates, counts=False)} | {self.FORMAT.name}{self._graphs()}"
+
+    def _carry(self, weights: ExpertWeights) -> bool:
+        """Take times that are known beside the file. False: there are none."""
+        known, key = self.measuring.known, self.key(weights)
+        table = known.find(key, self._kin(weights), weights.num_experts) if known is not None else None
+        if table is None or self.measuring.again:
+            return False
+        for name, reason in table.left_out.items():
+            if name in self.candidates and name not in self.left_out:
+                self._leave_out(name, reason)
+        able = {name for name in self.candidates if name not in self.left_out}
+        times = {bucket: dict(each) for bucket, each in table.times.items() if set(each) == able or TOO_LONG in each}
+        if all(TOO_LONG in each for each in times.values()):
+            return False
+        self.times, self.carried = times, None if table.key == key else table
+        return True
 
     def _bucket_of(self, size: int) -> int:
         return bucket_of(size)
@@ -351,28 +390,3 @@ def example_batch(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: 
     there = torch.Generator(device).manual_seed(seed)  # the rows are many: drawn where they are needed
     x = torch.randn((num_rows, spec.shape.hidden), generator=there, device=device).to(spec.shape.dtype)
     return Prepared(x=x, routing=routing, handle=DispatchHandle(HandleBook("measured selection"), None))
-
-
-def _time(run: Callable[[], object]) -> float:
-    """Launches count: that is what a step without graphs pays."""
-    if not torch.cuda.is_available():
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def _time_graph(run: Callable[[], object]) -> float:
-    """As a step that was captured: launches are free."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        run()
-    graph.replay()
-    return _time(graph.replay)

@@ -88,8 +88,8 @@ class TimesCache:
         return found if isinstance(found, dict) else {}
 
 
-def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -> str:
-    """Everything that times depend on, the bucket apart."""
+def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str], *, counts: bool = True) -> str:
+    """Everything that times depend on, the bucket apart. Without counts: the numbers of experts apart as well."""
     s, device = spec.shape, weights.w13_eNK.device
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)} driver {driver_version()} CUDA {torch.version.cuda}"
@@ -98,7 +98,8 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str]) -
     packages = ["epserve", *sorted({LIBRARIES[name] for name in candidates if name in LIBRARIES})]
     versions = " ".join(f"{name} {_version(name)}" for name in packages)
     scheme = spec.quant.scheme + (" dynamic" if spec.quant.dynamic else "")
-    layer = f"K{s.hidden} N{s.intermediate} e{weights.num_experts} E{s.num_experts} t{s.top_k} {s.dtype}"
+    experts = f" e{weights.num_experts} E{s.num_experts}" if counts else ""
+    layer = f"K{s.hidden} N{s.intermediate}{experts} t{s.top_k} {s.dtype}"
     return f"{where} | torch {torch.__version__} {versions} | {layer} {scheme} {spec.activation.kind}"
 
 

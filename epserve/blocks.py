@@ -1,4 +1,4 @@
-"""Blocks of one shared mapping. A block is free again when the last object over it has gone. Standard library only.
+"""Blocks of one shared mapping, or of other memory: free again when the last object over them has gone. Standard library only.
 
 NOTE: finalizers of tensors run at any time, in any thread, so that they only append to a queue.
 """
@@ -19,39 +19,29 @@ ALIGNMENT = 64
 """Bytes; a cache line, and enough for every dtype."""
 
 
-class Blocks:
-    """First fit from low addresses, so that the pages that were used last are used again. From any thread."""
+class Spans:
+    """Which parts of `size` bytes are free. First fit from low addresses. From any thread."""
 
-    def __init__(self, mapping: mmap.mmap):
-        self.size = len(mapping)
-        self._map: mmap.mmap | None = mapping
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._free = [(0, self.size)]  # sorted, never adjacent
+    def __init__(self, size: int):
+        self.size = size
+        self._free = [(0, size)]  # sorted, never adjacent
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Any:
-        """A ctypes array of `nbytes`; None where no piece is large enough, or after close()."""
-        wanted = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    def take(self, nbytes: int) -> int | None:
+        """Where a piece begins; None where none is large enough. `free_with` says when it comes back."""
+        wanted = _rounded(nbytes)
         with self._lock:
-            if self._map is None:
-                return None
             self._collect()
             for index, (offset, size) in enumerate(self._free):
                 if size >= wanted:
                     self._free[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
-                    break
-            else:
-                return None
-            # NOTE: not a memoryview: numpy would keep the map alive but not the view, whose end would free the block.
-            block = _array_type(nbytes).from_buffer(self._map, offset)
-        weakref.finalize(block, self._returned.append, (offset, wanted)).atexit = False
-        return block
+                    return offset
+        return None
 
-    def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in the mapping these bytes lie; None: elsewhere."""
-        offset = address - self._start
-        return offset if 0 <= offset <= self.size - nbytes else None
+    def free_with(self, holder: Any, offset: int, nbytes: int) -> None:
+        """A piece is free again when `holder` has gone."""
+        weakref.finalize(holder, self._returned.append, (offset, _rounded(nbytes))).atexit = False
 
     def room(self) -> tuple[int, int]:
         """Bytes that are free, and those of the largest piece."""
@@ -59,14 +49,6 @@ class Blocks:
             self._collect()
             sizes = [size for _, size in self._free]
         return sum(sizes), max(sizes, default=0)
-
-    def close(self) -> None:
-        """Blocks that are in use keep the mapping; the last of them unmaps it."""
-        with self._lock:
-            mapping, self._map = self._map, None
-        if mapping is not None:
-            with contextlib.suppress(BufferError):
-                mapping.close()
 
     def _collect(self) -> None:
         while self._returned:
@@ -81,6 +63,51 @@ class Blocks:
             self._free[index - 1] = offset, before + size
         else:
             self._free.insert(index, (offset, size))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+class Blocks:
+    """Of a mapping. First fit from low addresses, so that the pages that were used last are used again. From any thread."""
+
+    def __init__(self, mapping: mmap.mmap):
+        self.size = len(mapping)
+        self._map: mmap.mmap | None = mapping
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._spans = Spans(self.size)
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Any:
+        """A ctypes array of `nbytes`; None where no piece is large enough, or after close()."""
+        with self._lock:
+            if self._map is None:
+                return None
+            offset = self._spans.take(nbytes)
+            if offset is None:
+                return None
+            # NOTE: not a memoryview: numpy would keep the map alive but not the view, whose end would free the block.
+            block = _array_type(nbytes).from_buffer(self._map, offset)
+        self._spans.free_with(block, offset, nbytes)
+        return block
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where in the mapping these bytes lie; None: elsewhere."""
+        offset = address - self._start
+        return offset if 0 <= offset <= self.size - nbytes else None
+
+    def room(self) -> tuple[int, int]:
+        """Bytes that are free, and those of the largest piece."""
+        return self._spans.room()
+
+    def close(self) -> None:
+        """Blocks that are in use keep the mapping; the last of them unmaps it."""
+        with self._lock:
+            mapping, self._map = self._map, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):
+                mapping.close()
 
 
 @functools.lru_cache(maxsize=256)

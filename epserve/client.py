@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -32,14 +32,25 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
 from epserve.serving.client_checks import check_kind, check_target
+from epserve.serving.client_cuda_region import CudaClientRegion
 from epserve.serving.client_region import ClientRegion
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
 from epserve.serving.frames import experts_stub
 from epserve.serving.options import ClientOptions, RetryPolicy, Tls
 from epserve.serving.pipeline import Pipeline
 
-__all__ = ["AsyncClient", "Client", "ClientOptions", "ClientRegion", "RetryPolicy", "Tls", "WireFormat"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientOptions",
+    "ClientRegion",
+    "CudaClientRegion",
+    "RetryPolicy",
+    "Tls",
+    "WireFormat",
+]
 
+AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
 POLL_S = 0.1
 
 
@@ -63,7 +74,7 @@ class _Endpoint:
 
     def _request(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any,
-        request_id: str, region: ClientRegion | None, wire_format: WireFormat,
+        request_id: str, region: ClientRegion | CudaClientRegion | None, wire_format: WireFormat,
     ) -> OutgoingRequest:  # fmt: skip
         return OutgoingRequest(
             layer,
@@ -115,7 +126,7 @@ class Client(_Endpoint):
     def forward(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
-        region: ClientRegion | None = None, wire_format: WireFormat = "plain",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
         """The layer's output for `hidden` (tokens, hidden size): same kind, dtype and device. Raises EpserveError.
 
@@ -127,7 +138,7 @@ class Client(_Endpoint):
     def forward_async(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
-        region: ClientRegion | None = None, wire_format: WireFormat = "plain",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
@@ -141,9 +152,26 @@ class Client(_Endpoint):
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
         """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them."""
         self._check_open()
-        attempts = self._attempts(timeout)
-        region = ClientRegion(size)
+        with self._registered(ClientRegion(size), timeout) as region:
+            yield region
+
+    @contextmanager
+    def register_cuda_region(
+        self, size: int, *, device: Any = None, timeout: float | None = None
+    ) -> Iterator[CudaClientRegion]:
+        """`size` bytes of a GPU that are shared with the rank there; device: torch's current one unless it is given.
+
+        A server on this host, a rank on that GPU, torch here. Hidden states and results then stay on the GPU.
+        """
+        self._check_open()
+        with self._registered(CudaClientRegion(size, device), timeout) as region:
+            yield region
+
+    @contextmanager
+    def _registered(self, region: AnyRegion, timeout: float | None) -> Iterator[AnyRegion]:
+        """Closes it too."""
         try:
+            attempts = self._attempts(timeout)
             call = self._hold(region, attempts)
             region.bell.connect()
             if not call.add_callback(region.lost):  # it has ended already
@@ -187,7 +215,7 @@ class Client(_Endpoint):
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _hold(self, region: ClientRegion, attempts: Attempts) -> Any:
+    def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
         """The RPC that keeps the region registered, for as long as it runs."""
         while True:
             self._check_open()
@@ -283,7 +311,7 @@ class AsyncClient(_Endpoint):
     async def forward(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
-        region: ClientRegion | None = None, wire_format: WireFormat = "plain",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         attempts = self._attempts(timeout)
@@ -307,9 +335,21 @@ class AsyncClient(_Endpoint):
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
         self._check_open()
-        attempts = self._attempts(timeout)
-        region = ClientRegion(size)
+        async with self._registered(ClientRegion(size), timeout) as region:
+            yield region
+
+    @asynccontextmanager
+    async def register_cuda_region(
+        self, size: int, *, device: Any = None, timeout: float | None = None
+    ) -> AsyncIterator[CudaClientRegion]:
+        self._check_open()
+        async with self._registered(CudaClientRegion(size, device), timeout) as region:
+            yield region
+
+    @asynccontextmanager
+    async def _registered(self, region: AnyRegion, timeout: float | None) -> AsyncIterator[AnyRegion]:
         try:
+            attempts = self._attempts(timeout)
             call = await self._hold(region, attempts)
             call.add_done_callback(lambda _: region.lost())
             region.async_bell = await region.bell.for_asyncio()
@@ -355,7 +395,7 @@ class AsyncClient(_Endpoint):
         self._check_open()
         return self._stub.ForwardStream(metadata=metadata)
 
-    async def _hold(self, region: ClientRegion, attempts: Attempts) -> Any:
+    async def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
         while True:
             self._check_open()
             call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)

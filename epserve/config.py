@@ -211,6 +211,8 @@ class ServerConfig(_Section):
     """Serve the Open Inference Protocol (KServe v2) too: a layer is a model."""
     regions: bool = True
     """Let clients on this host register shared-memory regions."""
+    cuda_regions: bool = True
+    """Let them register memory of GPUs too (CUDA IPC), of GPUs on which ranks of this host compute; with `regions` only."""
     max_region_bytes: Annotated[int, Field(ge=1)] = 16384 * MIB
     """Largest region that a client may register. It costs the server a file descriptor, no memory."""
     region_lease_s: Annotated[float, Field(gt=0)] = 600.0

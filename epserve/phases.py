@@ -14,6 +14,8 @@ import torch
 FIRST = "check"
 """Entering it begins a step: what was measured before is forgotten."""
 IDLE = "idle"
+COPY_OUT = "copy out"
+"""Of results into clients' regions of a GPU; only steps that have such ones enter it. Other results come home after the step."""
 PHASES = (FIRST, "copy in", "gate", "prepare", "experts", "finalize")
 """Of a step, in order. With several rounds the last three repeat, and their times add up."""
 
@@ -39,6 +41,8 @@ class PhaseClock:
         """Of the last step, which must have been waited for; phases in the order in which they were first entered."""
         spent: dict[str, float] = {}
         for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if phase == IDLE:
+                continue  # between a step and what its rank does with the result
             took = start.elapsed_time(end) / 1e3 if self._cuda else end - start
             spent[phase] = spent.get(phase, 0.0) + took
         return spent

@@ -5,8 +5,8 @@ and what went wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,42 @@ class LayerSource(Protocol):
     """A checkpoint, or copies of it."""
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights: ...
+
+
+class Rows(Protocol):
+    """Hidden states `(m, K)` that do not lie in one tensor before a rank brings them together on its device."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        """On the device's current stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionRows:
+    """Rows of `dtype`, one behind the other from byte `offset` of a region that a rank has open on its GPU (its number)."""
+
+    region: int
+    offset: int
+    dtype: torch.dtype
+
+    def row(self, number: int, columns: int) -> RegionRows:
+        """From that row on."""
+        return replace(self, offset=self.offset + number * columns * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """So many of a rank's rows: where they come from and where their result goes; None: with the step's own tensors."""
+
+    rows: int
+    source: RegionRows | None = None
+    target: RegionRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +74,12 @@ class StepPlan:
     """Version of the layer's placement: no step mixes two."""
     parts: tuple[int, ...] = ()
     """Tokens of each request in the step, in order; on a rank: of its share. Needed where experts are missing only."""
+    shares: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each rank the (part, rows) that its tokens are, in order."""
+    device_rows: tuple[tuple[DeviceRows, ...], ...] = ()
+    """For each rank, as its shares, where some lie on its GPU; empty: none do on any, or on this one."""
+    refused: dict[int, dict[str, Any]] = field(default_factory=dict, compare=False)
+    """Filled while the step runs: parts that a rank could not take from, or put into, a region of its GPU, and why."""
     left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
     """Filled while the step runs: parts whose tokens chose experts that are on no rank, and which."""
 

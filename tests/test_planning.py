@@ -1,9 +1,22 @@
 """How requests become steps: the pure planning functions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from epserve.runtime.planning import Item, Priority, StepQueue, hand_out, last_in, shards, split_evenly
+from epserve.runtime.planning import (
+    Item,
+    Priority,
+    StepQueue,
+    device_rows,
+    fill,
+    hand_out,
+    last_in,
+    shards,
+    spread,
+)
+from epserve.step import RegionRows
 from tests.fake_ranks import HIDDEN, batch
 
 
@@ -32,7 +45,7 @@ def sizes(step):
     ("num_tokens", "expected"), [(0, (0, 0, 0, 0)), (1, (1, 0, 0, 0)), (4, (1, 1, 1, 1)), (11, (3, 3, 3, 2))]
 )
 def test_split_evenly(num_tokens, expected):
-    assert split_evenly(num_tokens, 4) == expected
+    assert fill(num_tokens, (0,) * 4) == expected
 
 
 def test_requests_with_one_key_join_and_others_keep_their_turn():
@@ -76,16 +89,85 @@ def test_shards_and_hand_out_put_every_row_where_it_belongs(top_k, num_ranks):
     queue = queue_of(*batches)
     items, complete = list(queue), []
     while (step := queue.take(7)) is not None:
-        counts = split_evenly(step.num_tokens, num_ranks)
-        parts = shards(step, counts)
+        shares = spread(step, num_ranks)
+        counts = [sum(share.num_tokens for share in mine) for mine in shares]
+        assert max(counts) - min(counts) <= 1
+        parts = shards(step, shares)
         assert [part[0].shape for part in parts] == [(count, HIDDEN) for count in counts]
         assert all(tensor.is_contiguous() for part in parts for tensor in part)
         rows = torch.cat([part[0] + (part[2].sum(1, keepdim=True) if top_k else 0) for part in parts])
-        complete += hand_out(step, rows)
+        complete += hand_out(step, rows, shares)
     assert complete == items
     for item, each in zip(items, batches, strict=True):
         expected = each.hidden + (each.weights.sum(1, keepdim=True) if top_k else 0)
         assert torch.equal(item.out_MK, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "held", "expected", "why"),
+    [
+        (8, (4, 0), (2, 6), "the rest evens the ranks out"),
+        (3, (9, 0, 0), (0, 2, 1), "a rank that has too much gets nothing"),
+        (0, (5, 0), (0, 0), "there is no rest"),
+        (7, (1, 9, 2, 0), (3, 0, 1, 3), "three ranks below, one above"),
+    ],
+)
+def test_fill_evens_out_what_ranks_hold(num_tokens, held, expected, why):
+    assert fill(num_tokens, held) == expected, why
+
+
+def in_region(each, number, *, source=True, target=True):
+    """The same request with its rows in a region: byte 0 on for the input, byte 4096 on for the output."""
+    rows = RegionRows(region=number, offset=0, dtype=torch.float32)
+    return replace(
+        each,
+        source=rows if source else None,
+        target=replace(rows, offset=4096) if target else None,
+        hidden=torch.empty_like(each.hidden, device="meta") if source else each.hidden,
+    )
+
+
+@pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])
+def test_rows_that_are_tied_to_a_rank_go_there_and_nowhere_else(source, target):
+    plain, tied = batch(9, seed=1), batch(6, seed=2)
+    queue = queue_of(batch(4, seed=3), in_region(tied, 7, source=source, target=target), plain)
+    items, complete, offsets = list(queue), [], []
+    while (step := queue.take(12)) is not None:  # the last one is cut
+        pins = [1 if piece.item.batch.region is not None else None for piece in step.pieces]
+        shares = spread(step, 3, pins)
+        for rank, mine in enumerate(shares):
+            here = [step.pieces[share.part] for share in mine if step.pieces[share.part].item.batch.region is not None]
+            assert not here or rank == 1
+        on_devices = [device_rows(step, mine) for mine in shares]
+        assert not on_devices[0]
+        assert not on_devices[2]
+        offsets += [(part.rows, part.source, part.target) for part in on_devices[1] if part.source or part.target]
+        parts = shards(step, shares)
+        rows = [part[0] for part in parts]
+        if source and not target and on_devices[1]:  # what the rank would bring home of its region's rows
+            rows[1] = torch.cat([tied.hidden, rows[1]])
+        elif target and not source and on_devices[1]:
+            rows[1] = rows[1][6:]
+        complete += hand_out(step, torch.cat(rows), shares)
+    assert complete == items
+    assert items[0].out_MK.shape == (4, HIDDEN)
+    assert torch.equal(items[2].out_MK, plain.hidden)
+    where = RegionRows(region=7, offset=0, dtype=torch.float32)
+    assert offsets == [(6, where if source else None, replace(where, offset=4096) if target else None)]
+    if target:
+        assert items[1].out_MK.is_meta
+    else:
+        assert torch.equal(items[1].out_MK, tied.hidden)
+
+
+def test_a_long_request_in_a_region_is_cut_at_rows():
+    queue = queue_of(in_region(batch(20), 7))
+    seen = []
+    while (step := queue.take(8)) is not None:
+        ((only,),) = [device_rows(step, mine) for mine in spread(step, 2, [1]) if mine]
+        seen.append((only.rows, only.source.offset, only.target.offset))
+    row = HIDDEN * 4
+    assert seen == [(8, 0, 4096), (8, 8 * row, 4096 + 8 * row), (4, 16 * row, 4096 + 16 * row)]
 
 
 def served(queue, max_tokens):
@@ -158,11 +240,12 @@ def test_rows_of_an_earlier_attempt_count_no_more():
     (item,) = {piece.item for piece in (*first.pieces, *second.pieces)}
     item.attempts, item.taken = 1, 0  # the first failed
     queue.put_back([item])
-    assert hand_out(second, torch.zeros(8, HIDDEN)) == []
+    assert hand_out(second, torch.zeros(8, HIDDEN), spread(second, 2)) == []
     assert item.done == 0
     rest = []
     while (step := queue.take(8)) is not None:
-        rest += hand_out(step, torch.cat([piece.item.batch.hidden[piece.start : piece.stop] for piece in step.pieces]))
+        rows = torch.cat([piece.item.batch.hidden[piece.start : piece.stop] for piece in step.pieces])
+        rest += hand_out(step, rows, spread(step, 2))
     assert rest == [item]
     assert torch.equal(item.out_MK, item.batch.hidden)
 

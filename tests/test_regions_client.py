@@ -131,7 +131,7 @@ class TestClient:
         del tensors[::2], tensors, spans
         gc.collect()
         region.block(1)
-        assert len(region._blocks._free) == 2, "what a view needs is kept, the rest is in one piece on each side"
+        assert len(region._blocks._spans._free) == 2, "what a view needs is kept, the rest is in one piece on each side"
         del view
         gc.collect()
         assert len(region.block(1 << 16)) == 1 << 16

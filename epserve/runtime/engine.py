@@ -22,6 +22,7 @@ from epserve.modular_kernel.selection import Choice
 
 from .changes import Rebalance, Resize
 from .cluster import Cluster
+from .device_regions import DeviceRegions
 from .planning import Batch
 from .pool import Pool
 from .records import StepRecord
@@ -178,6 +179,11 @@ class Engine:
     def buffer(self, nbytes: int) -> Any:
         """A writable buffer for a request's bytes: the ranks of this host read a tensor over it where it is."""
         return self._pool.buffer(nbytes) if self._pool is not None else bytearray(nbytes)
+
+    @property
+    def device_regions(self) -> DeviceRegions | None:
+        """Memory of clients on the GPUs of this host's ranks; None while the engine is not there."""
+        return self._pool.regions if self._pool is not None else None
 
     async def rebalance(self) -> Rebalance:
         """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""

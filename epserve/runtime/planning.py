@@ -9,12 +9,15 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
+
+from epserve.errors import InvalidRequest
+from epserve.step import DeviceRows, RegionRows
 
 from .budgets import Claim
 
@@ -30,7 +33,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One request. `hidden` `(M, K)` on the CPU in the model's dtype.
+    """One request. `hidden` `(M, K)` on the CPU in the model's dtype; with a `source` it has no values (device meta).
 
     ids `(M, t)` int32 logical and weights `(M, t)` float32: both, or neither (then the service gates and adds the shared
     experts). deadline: in time.monotonic() seconds.
@@ -53,6 +56,16 @@ class Batch:
     """`check_routing` has seen ids and weights, as this model's. The engine reads them all itself where it has not."""
     left_out: set[int] = field(default_factory=set, compare=False)
     """Filled while it is served: experts that the answer had to do without (engine.when_experts_missing)."""
+    source: RegionRows | None = None
+    """Where the hidden states lie, on the GPU of one rank: all rows then go to that rank, which checks their values."""
+    target: RegionRows | None = None
+    """Where the rank puts the result: the answer then has no values (device meta). On the same GPU as `source`."""
+
+    @property
+    def region(self) -> int | None:
+        """A region that ties the request to the rank that has it open."""
+        where = self.source or self.target
+        return where.region if where is not None else None
 
     @property
     def mode(self) -> str:
@@ -125,12 +138,6 @@ class JoinedStep:
     @property
     def key(self) -> tuple[int, str, int]:
         return self.pieces[0].item.batch.key
-
-
-def split_evenly(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Contiguous shares, as even as it gets: the first ranks take one more."""
-    base, extra = divmod(num_tokens, num_ranks)
-    return tuple(base + (rank < extra) for rank in range(num_ranks))
 
 
 class StepQueue:
@@ -294,57 +301,168 @@ def plain(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def shards(
-    step: JoinedStep, tokens_per_rank: Sequence[int], empty: Callable[..., torch.Tensor] = plain
-) -> list[list[torch.Tensor]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Rows start .. stop-1 of a step's part (the number of its piece), counted from the piece's first row."""
+
+    part: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+Shares = tuple[tuple[Share, ...], ...]
+"""What each rank computes, in the order of its rows."""
+
+
+def spread(step: JoinedStep, num_ranks: int, pins: Sequence[int | None] = ()) -> Shares:
+    """Who computes what. pins: for each piece the rank that it is tied to, or None; empty: none is.
+
+    Without pins: contiguous and as even as it gets. What is tied comes first on its rank, and the rest evens the ranks out.
+    """
+    pins = pins or (None,) * len(step.pieces)
+    tied = [0] * num_ranks
+    for piece, rank in zip(step.pieces, pins, strict=True):
+        if rank is not None:
+            tied[rank] += piece.num_tokens
+    free = [part for part, rank in enumerate(pins) if rank is None]
+    rows = [step.pieces[part].num_tokens for part in free]
+    used = dict.fromkeys(free, 0)
+    shares: list[tuple[Share, ...]] = []
+    for rank, parts in enumerate(share_parts(rows, fill(sum(rows), tied))):
+        mine = [
+            Share(part=part, start=0, stop=step.pieces[part].num_tokens) for part, at in enumerate(pins) if at == rank
+        ]
+        for index, count in parts:
+            part = free[index]
+            mine.append(Share(part=part, start=used[part], stop=used[part] + count))
+            used[part] += count
+        shares.append(tuple(mine))
+    return tuple(shares)
+
+
+def fill(num_tokens: int, held: Sequence[int]) -> tuple[int, ...]:
+    """How many of `num_tokens` each rank gets beside what it holds, so that all have as nearly the same as possible."""
+    open_ranks = list(range(len(held)))
+    while True:
+        base, extra = divmod(num_tokens + sum(held[rank] for rank in open_ranks), len(open_ranks))
+        below = [rank for rank in open_ranks if held[rank] <= base]
+        if len(below) == len(open_ranks):
+            break
+        open_ranks = below
+    rooms = [0] * len(held)
+    for number, rank in enumerate(open_ranks):
+        rooms[rank] = base + (number < extra) - held[rank]
+    return tuple(rooms)
+
+
+def device_rows(step: JoinedStep, shares: Sequence[Share]) -> tuple[DeviceRows, ...]:
+    """For a rank: where the rows of each of its shares come from and go to; empty where all are the host's."""
+    if all(step.pieces[share.part].item.batch.region is None for share in shares):
+        return ()
+    found = []
+    for share in shares:
+        piece = step.pieces[share.part]
+        batch, first = piece.item.batch, piece.start + share.start
+        source = batch.source.row(first, batch.hidden.shape[1]) if batch.source is not None else None
+        target = batch.target.row(first, batch.hidden.shape[1]) if batch.target is not None else None
+        found.append(DeviceRows(rows=share.num_tokens, source=source, target=target))
+    return tuple(found)
+
+
+def refusal(piece: Piece, why: Mapping[str, Any]) -> InvalidRequest:
+    """What a request is told of which a rank could not take rows from, or put some into, a region of its GPU."""
+    if "row" not in why:
+        return InvalidRequest(f"{why['field']}: {why['text']}", field=why["field"])
+    return not_finite(piece.item.batch.hidden.dtype, piece.start + why["row"], why["column"], why["value"])
+
+
+def not_finite(dtype: torch.dtype, row: int, column: int, value: str) -> InvalidRequest:
+    """dtype: the model's. value: what is there, and what it becomes."""
+    name = str(dtype).removeprefix("torch.")
+    return InvalidRequest(
+        f"hidden_states: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row}, column"
+        f" {column}: {value}; send finite ones",
+        field="hidden_states",
+    )
+
+
+def shards(step: JoinedStep, shares: Shares, empty: Callable[..., torch.Tensor] = plain) -> list[list[torch.Tensor]]:
     """What each rank gets: its rows of hidden states, and of ids and weights where the step is routed.
 
-    empty: (shape, dtype) -> a tensor for the rows of several requests. A single one's are not copied.
+    Hidden states in a region of the rank's GPU are not among them. empty: (shape, dtype) -> a tensor for the rows of several
+    requests. A single one's are not copied.
     """
     names = ("hidden",) if step.key[1] == "block" else ("hidden", "ids", "weights")
-    per_rank: list[list[torch.Tensor]] = []
+    return [[_gather(step, mine, name, empty) for name in names] for mine in shares]
+
+
+def hand_out(step: JoinedStep, out_MK: torch.Tensor, shares: Shares) -> list[Item]:
+    """Give each request its rows of the step's result; returns the requests that are complete now.
+
+    out_MK: rows of all shares whose result comes to the host, in the order of ranks and shares.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
     first = 0
-    for count in tokens_per_rank:
-        rows = list(_rows(step.pieces, first, first + count))
-        per_rank.append([_gather(step, rows, name, empty) for name in names])
-        first += count
-    return per_rank
-
-
-def hand_out(step: JoinedStep, out_MK: torch.Tensor) -> list[Item]:
-    """Give each request its rows of the step's result; returns the requests that are complete now."""
-    complete, first = [], 0
-    for piece in step.pieces:
-        item, rows = piece.item, out_MK[first : first + piece.num_tokens]
-        first += piece.num_tokens
+    for share in itertools.chain.from_iterable(shares):
+        if step.pieces[share.part].item.batch.target is None:
+            found.setdefault(share.part, []).append(out_MK[first : first + share.num_tokens])
+            first += share.num_tokens
+    complete = []
+    for part, piece in enumerate(step.pieces):
+        item = piece.item
         if piece.attempt != item.attempts:
             continue  # another step of the request failed meanwhile: it starts anew
-        if piece.num_tokens == item.batch.num_tokens:
-            item.out_MK = rows
+        if item.batch.target is not None:
+            item.out_MK = torch.empty(item.batch.hidden.shape, dtype=item.batch.hidden.dtype, device="meta")
         else:
-            if item.out_MK is None:
-                item.out_MK = torch.empty_like(item.batch.hidden)
-            item.out_MK[piece.start : piece.stop] = rows
+            _put(piece, found.get(part, []))
         item.done += piece.num_tokens
         if item.done == item.batch.num_tokens:
             complete.append(item)
     return complete
 
 
-def _rows(pieces: Sequence[Piece], start: int, stop: int):
-    """(batch, first row, last row + 1) of what lies at start .. stop-1 of the joined rows."""
-    offset = 0
-    for piece in pieces:
-        low, high = max(start - offset, 0), min(stop - offset, piece.num_tokens)
-        if low < high:
-            yield piece.item.batch, piece.start + low, piece.start + high
-        offset += piece.num_tokens
+def _put(piece: Piece, chunks: Sequence[torch.Tensor]) -> None:
+    item = piece.item
+    rows = _joined(chunks)
+    if piece.num_tokens == item.batch.num_tokens and rows is not None:
+        item.out_MK = rows
+        return
+    if item.out_MK is None:
+        hidden = item.batch.hidden
+        item.out_MK = torch.empty(hidden.shape, dtype=hidden.dtype)
+    at = piece.start
+    for chunk in chunks:
+        item.out_MK[at : at + len(chunk)] = chunk
+        at += len(chunk)
 
 
-def _gather(step: JoinedStep, rows, name: str, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
-    parts = [getattr(batch, name)[low:high] for batch, low, high in rows]
+def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The chunks as one tensor where they lie one behind the other, which is so unless other rows are tied to their ranks."""
+    first = chunks[0]
+    end = first.data_ptr()
+    for chunk in chunks:
+        if chunk.data_ptr() != end:
+            return None
+        end += chunk.nbytes
+    return first.as_strided((sum(map(len, chunks)), first.shape[1]), first.stride())
+
+
+def _gather(step: JoinedStep, shares: Sequence[Share], name: str, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+    parts = []
+    for share in shares:
+        piece = step.pieces[share.part]
+        batch = piece.item.batch
+        if name == "hidden" and batch.source is not None:
+            continue  # on the rank's GPU already
+        parts.append(getattr(batch, name)[piece.start + share.start : piece.start + share.stop])
     if not parts:
-        return getattr(step.pieces[0].item.batch, name)[:0].contiguous()
+        like = getattr(step.pieces[0].item.batch, name)
+        return torch.empty((0, *like.shape[1:]), dtype=like.dtype)
     if len(parts) == 1:
         return parts[0].contiguous()
     shape = (sum(map(len, parts)), *parts[0].shape[1:])

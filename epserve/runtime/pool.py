@@ -33,10 +33,11 @@ from epserve.step import Arrangement, StepPlan
 
 from .changes import Changes
 from .cluster import Gang
+from .device_memory import as_json
+from .device_regions import DeviceRegions
 from .failure import Failure, RankLost, root_cause
 from .groups import GroupAddress, StoreActor
 from .members import Agents, Member, answer, call_all, check_gpus
-from .planning import share_parts
 from .shm import Arena
 from .spares import Spares
 from .standbys import FIRST_DELAY_S, Standbys
@@ -75,6 +76,7 @@ class Pool:
             start_timeout_s=config.cluster.start_timeout_s,
         )  # fmt: skip
         self.supervisor, self.changes = Supervisor(self), Changes(self)
+        self.regions = DeviceRegions(self)
         self._store: Any = None
         self.arena: Arena | None = None
         self.members: list[Member] = []
@@ -192,7 +194,13 @@ class Pool:
         if not self.serving.is_set():
             raise RankFailed("the ranks are being rebuilt")
         shape = self.plan.spec.shape
-        out_MK = self.empty((sum(plan.tokens_per_rank), shape.hidden), shape.dtype)
+        on_devices = plan.device_rows or ((),) * len(plan.tokens_per_rank)
+        # Rows of each rank whose result comes here; the others go to where their requests want them on the rank's GPU.
+        coming = [
+            sum(part.rows for part in parts if part.target is None) if parts else count
+            for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
+        ]
+        out_MK = self.empty((sum(coming), shape.hidden), shape.dtype)
         header = {
             "step": plan.step,
             "generation": self.generation,
@@ -202,16 +210,17 @@ class Pool:
             "placement": self.arrangement.placements[plan.layer].version,
         }
         missing = self.arrangement.placements[plan.layer].missing
-        shares = share_parts(plan.parts, plan.tokens_per_rank) if missing else []
+        shares = plan.shares if missing else ()
         futures: list[asyncio.Future[dict[str, Any]]] = []
         first = 0
         # No await between the submissions: every rank sees the steps in one order.
         members = list(self.members)
-        for member, shard, count in zip(members, shards, plan.tokens_per_rank, strict=True):
+        for member, shard, parts, count in zip(members, shards, on_devices, coming, strict=True):
             assert member.link is not None
+            more: dict[str, Any] = {"device": as_json(parts)} if parts else {}
             if shares:
-                header = {**header, "parts": [rows for _, rows in shares[len(futures)]]}
-            futures.append(member.link.submit(header, shard, out_MK[first : first + count]))
+                more["parts"] = [rows for _, rows in shares[len(futures)]]
+            futures.append(member.link.submit({**header, **more}, shard, out_MK[first : first + count]))
             first += count
         running = self._running[plan.step] = asyncio.get_running_loop().create_future()
         try:
@@ -226,7 +235,14 @@ class Pool:
         for share, future in zip(shares, futures, strict=False):
             for part, experts in future.result().get("left_out", ()):
                 plan.left_out.setdefault(share[part][0], set()).update(experts)
+        if plan.device_rows:
+            for mine, future in zip(plan.shares, futures, strict=True):
+                plan.refused.update({mine[part][0]: why for part, why in future.result().get("refused", ())})
         return out_MK
+
+    def rank_of(self, region: int) -> int:
+        """Which rank has a client's region open. Raises InvalidRequest or NotReady where none has."""
+        return self.regions.rank_of(region)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that reaches the ranks of this host without a copy, while there is room for such ones; small ones are sent."""
@@ -357,6 +373,7 @@ class Pool:
             member.experts_choices = each.choices
             if member.report is not None:
                 member.report = replace(member.report, backends=each.backends, weights_bytes=each.weights_bytes)
+        await self.regions.reopen()
 
     def set_serving(self) -> None:
         if self.closing:

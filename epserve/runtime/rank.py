@@ -20,12 +20,14 @@ from epserve.config import Config
 from epserve.errors import InternalError, NotReady
 from epserve.models import Stamp, UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
+from epserve.phases import COPY_OUT, IDLE
 from epserve.placement import Placement
 from epserve.step import Arrangement, Counters, LoadReport, StepPlan
 from epserve.worker import Worker
 
 from . import groups
 from .copies import HostCopies
+from .device_memory import CudaMemory, DeviceMemory, RankRegions, StepRows, from_json
 from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
@@ -58,6 +60,7 @@ class RankActor:
         self._worker: Worker | None = None
         self._server: StepServer | None = None
         self._experts: ExpertServer | None = None
+        self._regions = RankRegions(None)
         self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
         self._aborted = -1  # the last one whose operations were ended from outside
         self._step, self._step_start = -1, 0.0
@@ -216,8 +219,13 @@ class RankActor:
         if self._server is not None:
             self._server.close()
         host = "" if local else ray.util.get_node_ip_address()
+        self._regions = RankRegions(self._device_memory())
         self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda")
         return self._server.address
+
+    def _device_memory(self) -> DeviceMemory | None:
+        """What opens memory of clients on this rank's GPU."""
+        return CudaMemory(self._device) if self._device.type == "cuda" else None
 
     def _join(self, address: GroupAddress) -> dict[str, float]:
         """Collective: a new process group, the kernel on it, a warm-up step. The seconds of each part."""
@@ -305,6 +313,7 @@ class RankActor:
             for server in (self._server, self._experts):
                 if server is not None:
                     server.close()
+            self._regions.close_all()
             try:
                 if self._worker is not None:
                     self._worker.close()
@@ -342,6 +351,14 @@ class RankActor:
         step = header["step"]
         if header.get("beat"):
             return {"step": step}, []
+        if "region" in header:
+            with self._busy:  # not while another thread captures graphs: the driver's calls would spoil them
+                try:
+                    return {"step": step, **self._regions.told(header["region"])}, []
+                except Exception as error:
+                    log.exception("opening or closing a client's memory")
+                    wrong = from_exception(error, rank=self._rank, phase="region")
+                    return {"step": step, "failure": wrong.as_json()}, []
         with self._busy:
             try:
                 y_MK, told = self._run(header, tensors, out)
@@ -371,13 +388,22 @@ class RankActor:
         )
         ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
         self._step_start, self._step = time.monotonic(), plan.step
-        y_MK = _to_host(self._worker.step(plan, tensors[0], ids_Mt, weights_Mt), out)
+        rows = StepRows(self._regions, from_json(header["device"]), tensors[0]) if "device" in header else None
+        y_MK = self._worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
+        if rows is not None:
+            self._worker.phase = COPY_OUT
+            y_MK = rows.put(y_MK, out)
+            self._worker.phase = IDLE
+        else:
+            y_MK = _to_host(y_MK, out)
         self._worker.check()  # the copy to the CPU has waited for the device
         if self._aborted >= header["generation"]:
             raise ConnectionResetError("connection reset: another rank is gone, the operations of this step were ended")
         told: dict[str, Any] = {"phases": self._worker.clock.seconds()}
         if self._worker.left_out:
             told["left_out"] = list(self._worker.left_out.items())
+        if rows is not None and rows.refused:
+            told["refused"] = list(rows.refused.items())
         return y_MK, told
 
 

@@ -22,6 +22,7 @@ from epserve.errors import (
     EpserveError,
     ExpertsMissing,
     InternalError,
+    InvalidRequest,
     NotReady,
     Overloaded,
     RankFailed,
@@ -29,7 +30,19 @@ from epserve.errors import (
 )
 from epserve.step import StepPlan
 
-from .planning import Batch, Item, JoinedStep, StepQueue, hand_out, last_in, plain, shards, split_evenly
+from .planning import (
+    Batch,
+    Item,
+    JoinedStep,
+    StepQueue,
+    device_rows,
+    hand_out,
+    last_in,
+    plain,
+    refusal,
+    shards,
+    spread,
+)
 from .records import StepPart, StepRecord
 
 log = logging.getLogger(__name__)
@@ -54,6 +67,10 @@ class Ranks(Protocol):
 
     @property
     def stuck(self) -> str: ...
+
+    def rank_of(self, region: int) -> int:
+        """Which rank has a region of a GPU open. Raises InvalidRequest or NotReady where none has."""
+        ...
 
     async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
 
@@ -224,14 +241,26 @@ class Scheduler:
         self._wake.set()
 
     async def _execute(self, step: JoinedStep) -> None:
+        tied, pins = self._tied(step)
+        if tied is None:
+            return
+        step = tied
         layer, mode, _ = step.key
-        tokens_per_rank = split_evenly(step.num_tokens, self._ranks.num_ranks)
-        parts = tuple(piece.num_tokens for piece in step.pieces)
-        plan = StepPlan(step=self._next_step, layer=layer, mode=mode, tokens_per_rank=tokens_per_rank, parts=parts)
+        shares = spread(step, self._ranks.num_ranks, pins)
+        on_devices = tuple(device_rows(step, mine) for mine in shares) if pins else ()
+        plan = StepPlan(
+            step=self._next_step,
+            layer=layer,
+            mode=mode,
+            tokens_per_rank=tuple(sum(share.num_tokens for share in mine) for mine in shares),
+            parts=tuple(piece.num_tokens for piece in step.pieces),
+            shares=tuple(tuple((share.part, share.num_tokens) for share in mine) for mine in shares),
+            device_rows=on_devices,
+        )
         self._next_step += 1
         start = time.monotonic()
         try:
-            out_MK = await self._ranks.step(plan, shards(step, tokens_per_rank, self._empty))
+            out_MK = await self._ranks.step(plan, shards(step, shares, self._empty))
         except RankFailed as error:
             self._replay(step, error)
             return
@@ -244,10 +273,29 @@ class Scheduler:
         self._tokens_per_s = _average(self._tokens_per_s, step.num_tokens / seconds)
         self._step_s = _average(self._step_s, seconds)
         self._note_missing(step, plan)
-        for item in hand_out(step, out_MK):
+        for part, why in plan.refused.items():
+            self._fail([step.pieces[part].item], refusal(step.pieces[part], why))
+        for item in hand_out(step, out_MK, shares):
             if not item.future.done():
                 item.future.set_result(item.out_MK)
         self.on_step(_record(plan, step, start))
+
+    def _tied(self, step: JoinedStep) -> tuple[JoinedStep | None, list[int | None]]:
+        """The step without requests whose regions no rank has open, which get told; and the ranks that the others are tied to.
+
+        None: nothing is left. No ranks: nothing is tied to one.
+        """
+        if all(piece.item.batch.region is None for piece in step.pieces) or not self._ranks.serving.is_set():
+            return step, []
+        pieces, pins = [], []
+        for piece in step.pieces:
+            region = piece.item.batch.region
+            try:
+                pins.append(self._ranks.rank_of(region) if region is not None else None)
+                pieces.append(piece)
+            except (InvalidRequest, NotReady) as error:
+                self._fail([piece.item], error)
+        return (JoinedStep(pieces=tuple(pieces)) if pieces else None), pins
 
     def _note_missing(self, step: JoinedStep, plan: StepPlan) -> None:
         """NOTE: a request that is refused here may have rows in the queue still: those go with it (`drop_finished`)."""

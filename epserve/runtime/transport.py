@@ -86,8 +86,11 @@ class SocketLink:
     arena: memory that the rank has mapped; tensors that do not lie in it are copied there, or sent where it is full.
     """
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None):
-        self._sock, self._on_lost, self._arena = sock, on_lost, arena
+    def __init__(
+        self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None, *, local: bool = True
+    ):
+        """local: the rank runs on this host."""
+        self._sock, self._on_lost, self._arena, self.local = sock, on_lost, arena, local
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._outgoing: deque[memoryview] = deque()
@@ -119,7 +122,7 @@ class SocketLink:
             sock.setblocking(False)
             return sock
 
-        return cls(await asyncio.to_thread(connect), on_lost, arena)
+        return cls(await asyncio.to_thread(connect), on_lost, arena, local=not address.host)
 
     @property
     def num_pending(self) -> int:
@@ -142,8 +145,12 @@ class SocketLink:
 
     def beat(self) -> asyncio.Future[dict[str, Any]]:
         """Ends when the rank's step thread has taken an empty frame; then it has finished all steps before."""
+        return self.ask({"beat": True})
+
+    def ask(self, header: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        """Something else than a step of the step thread, in its turn; the future ends with the header of the answer."""
         self._beats -= 1
-        return self.submit({"step": self._beats, "beat": True}, [], torch.empty(0))
+        return self.submit({**header, "step": self._beats}, [], torch.empty(0))
 
     def pending(self) -> list[asyncio.Future[dict[str, Any]]]:
         return [each.future for step, each in self._pending.items() if step >= 0]

@@ -21,6 +21,7 @@ from epserve.runtime.planning import Batch, Priority
 from epserve.serving import codec, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
+from epserve.serving.cuda_regions import CudaRegistry
 from epserve.serving.messages import Outgoing, Received
 from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions, Slice
@@ -69,6 +70,7 @@ class Calls:
     ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
         self.accounts, self.regions, self.observer = accounts, regions, observer
+        self.cuda_regions = CudaRegistry(regions, limits, lambda: getattr(engine, "device_regions", None))
         # An engine whose ranks are elsewhere has no memory to offer.
         make_buffer = getattr(engine, "buffer", wire.plain_buffer)
         self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
@@ -189,7 +191,7 @@ class Calls:
         status, times = "CANCELLED", Times()
         try:
             async with asyncio.timeout_at(deadline):
-                decoded = await _maybe_in_thread(checked.nbytes, self.door.decode, checked, buffers)
+                decoded = await _maybe_in_thread(checked.work, self.door.decode, checked, buffers)
                 decoded_at = time.perf_counter()
                 watch.decoded()
                 left_out: set[int] = set()
@@ -207,6 +209,8 @@ class Calls:
                         left_out=left_out,
                         claim=caller.account.claim(checked.nbytes),
                         routing_checked=True,
+                        source=checked.source,
+                        target=checked.target,
                     )
                     with self._step_times.of(checked.request_id) as times:
                         out = await self.engine.forward(batch)

@@ -21,7 +21,45 @@ WORTH_BYTES = 16 << 10
 """What is smaller and does not lie in the region goes with the message: a block costs more than those bytes."""
 
 
-class ClientRegion:
+class Registration:
+    """What a region of either kind has of its registration."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.bell = Bell("", b"")
+        self.async_bell: AsyncBell | None = None
+        self._quarantined: list[Any] = []
+        self._lost = self._closed = False
+
+    def registered(self, reply: pb.HoldRegionReply) -> None:
+        """The server has it open."""
+        self.name = reply.region
+        self.bell = Bell(reply.doorbell, reply.doorbell_key)
+
+    def lost(self) -> None:
+        """The server has forgotten the region."""
+        self._lost = True
+        self.bell.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self.bell.close()
+        self._quarantined.clear()
+
+    def quarantine(self, block: Any) -> None:
+        """Not to be used again: the server may yet write there for a call that was given up."""
+        self._quarantined.append(block)
+
+    def check_registered(self) -> None:
+        """Raises NotReady when the server does not know the region, or no longer."""
+        if self._closed or self._lost:
+            why = (
+                "is closed" if self._closed else "is no longer registered, since its connection ended; register another"
+            )
+            raise NotReady(f"region {self.name} {why}")
+
+
+class ClientRegion(Registration):
     """`size` bytes that this process and the server share. `Client.register_region` makes and registers it.
 
     Tensors made here keep their bytes for as long as they live, also when the region is closed before.
@@ -33,37 +71,25 @@ class ClientRegion:
         if number is None or not ALIGNMENT <= number <= LARGEST_INT64:
             text = f"size: {size!r} is not a whole number of bytes, {ALIGNMENT} or more (64 << 20 is 64 MiB)"
             raise InvalidRequest(text, field="size")
+        super().__init__()
         self.size = size = number
-        self.name = ""
         self._path = FOLDER / f"epserve-client-{os.getpid()}-{secrets.token_hex(8)}"
         mapping = _shared_memory(self._path, size)
         self._proof = secrets.token_bytes(32)
         mapping[: len(self._proof)] = self._proof
         self._blocks = Blocks(mapping)
-        self._quarantined: list[Any] = []
-        self.bell = Bell("", b"")
-        self.async_bell: AsyncBell | None = None
-        self._lost = self._closed = False
 
     def request(self) -> pb.HoldRegionRequest:
         return pb.HoldRegionRequest(key=self._path.name, byte_size=self.size, proof=self._proof)
 
     def registered(self, reply: pb.HoldRegionReply) -> None:
-        """The server has it open; from here on the memory goes away with the last process that uses it, however it ends."""
-        self.name = reply.region
+        """From here on the memory goes away with the last process that uses it, however it ends."""
+        super().registered(reply)
         self._path.unlink(missing_ok=True)
-        self.bell = Bell(reply.doorbell, reply.doorbell_key)
-
-    def lost(self) -> None:
-        """The server has forgotten the region."""
-        self._lost = True
-        self.bell.close()
 
     def close(self) -> None:
-        self._closed = True
-        self.bell.close()
+        super().close()
         self._path.unlink(missing_ok=True)
-        self._quarantined.clear()
         self._blocks.close()
 
     def empty(self, shape: Any, dtype: Any) -> Any:
@@ -93,18 +119,6 @@ class ClientRegion:
         target = memoryview(block).cast("B")
         target[:] = data
         return block, self.slice_of_block(block)
-
-    def quarantine(self, block: Any) -> None:
-        """Not to be used again: the server may yet write there for a call that was given up."""
-        self._quarantined.append(block)
-
-    def check_registered(self) -> None:
-        """Raises NotReady when the server does not know the region, or no longer."""
-        if self._closed or self._lost:
-            why = (
-                "is closed" if self._closed else "is no longer registered, since its connection ended; register another"
-            )
-            raise NotReady(f"region {self.name} {why}")
 
     def slice_of(self, data: memoryview) -> pb.RegionSlice | None:
         """Where these bytes lie in the region; None: elsewhere. Raises NotReady when the server does not know the region."""

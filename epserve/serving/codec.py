@@ -19,10 +19,12 @@ from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
 from epserve.modular_kernel.quantization import BLOCK
-from epserve.runtime.planning import Priority
+from epserve.runtime.planning import Priority, not_finite
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import fp8, wire
+from epserve.serving.cuda_regions import CudaRegion, check_use
 from epserve.serving.regions import Region, Slice
+from epserve.step import RegionRows
 
 HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
 ID_DTYPES = (pb.INT8, pb.INT16, pb.INT32, pb.INT64, pb.UINT8, pb.UINT16, pb.UINT32)
@@ -56,6 +58,22 @@ class CheckedRequest:
         """Those that its tensors and its result lie in."""
         slices = self.slices.values() if self.output is None else (*self.slices.values(), self.output)
         return {each.region for each in slices}
+
+    @property
+    def source(self) -> RegionRows | None:
+        """Where the hidden states lie on a GPU; None: they come here."""
+        return _on_gpu(self.slices.get(pb.HIDDEN_STATES), self.headers[pb.HIDDEN_STATES].dtype)
+
+    @property
+    def target(self) -> RegionRows | None:
+        """Where the result goes on a GPU; None: it comes here."""
+        return _on_gpu(self.output, self.reply_dtype)
+
+    @property
+    def work(self) -> int:
+        """Bytes that this process reads or converts before the ranks compute."""
+        hidden = self.slices.get(pb.HIDDEN_STATES)
+        return self.nbytes - (hidden.nbytes if hidden is not None and hidden.on_gpu else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +151,9 @@ class Door:
         if request.HasField("output"):
             reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
             output = resolve(request.output, reply_bytes, "output")
+        others = {wire.FIELDS[which]: each for which, each in slices.items() if which != pb.HIDDEN_STATES}
+        dtypes = request.hidden_states.dtype, reply_dtype
+        check_use(slices.get(pb.HIDDEN_STATES), others, output, dtypes)
         return CheckedRequest(
             request_id=request_id,
             layer=request.layer,
@@ -223,21 +244,15 @@ class Door:
 
         Bytes in regions are read here.
         """
-        buffers = {**buffers, **{which: each.read(self._make_buffer) for which, each in checked.slices.items()}}
-        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
-        if pb.HIDDEN_SCALES in checked.headers:
-            scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
-            hidden = fp8.dequantise(hidden, scales, self.info.dtype)
-        sent, hidden = hidden, hidden.to(self.info.dtype)
-        if not _all_finite(hidden):
-            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
-            name, value = str(self.info.dtype).removeprefix("torch."), sent[row, column].item()
-            became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
-            raise InvalidRequest(
-                f"hidden_states: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row},"
-                f" column {column}: {became}; send finite ones",
-                field="hidden_states",
-            )
+        read = {which: each.read(self._make_buffer) for which, each in checked.slices.items() if not each.on_gpu}
+        buffers = {**buffers, **read}
+        if checked.source is not None and checked.tokens:
+            shape = (checked.tokens, self.info.hidden)
+            hidden = torch.empty(
+                shape, dtype=self.info.dtype, device="meta"
+            )  # the rank has the values, and checks them
+        else:
+            hidden = self._hidden(checked, buffers)
         if pb.TOPK_IDS not in checked.headers:
             return DecodedRequest(hidden=hidden, ids=None, weights=None)
         ids = self._tensor(checked, buffers, pb.TOPK_IDS)
@@ -249,6 +264,20 @@ class Door:
             weights = torch.nn.functional.pad(weights, (0, missing))
         return DecodedRequest(hidden=hidden, ids=ids, weights=weights)
 
+    def _hidden(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> torch.Tensor:
+        """In the model's dtype, and finite."""
+        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
+        if pb.HIDDEN_SCALES in checked.headers:
+            scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
+            hidden = fp8.dequantise(hidden, scales, self.info.dtype)
+        sent, hidden = hidden, hidden.to(self.info.dtype)
+        if not _all_finite(hidden):
+            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
+            value = sent[row, column].item()
+            became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
+            raise not_finite(self.info.dtype, row, column, became)
+        return hidden
+
     def _tensor(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any], which: pb.Field) -> torch.Tensor:
         return wire.decode(
             buffers.get(which, b""), checked.headers[which], as_torch=True, make_buffer=self._make_buffer
@@ -257,6 +286,8 @@ class Door:
 
 def converts_reply(out: torch.Tensor, checked: CheckedRequest) -> bool:
     """Whether `encode_reply` touches the values, and does not only say where they lie."""
+    if checked.target is not None:
+        return False
     return checked.output is not None or wire.DTYPE_NAMES[checked.reply_dtype] != str(out.dtype).removeprefix("torch.")
 
 
@@ -268,13 +299,23 @@ def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, w
             pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
             pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),
         }
-    tensor = wire.encode(out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype])), "hidden_states")
-    if checked.output is not None:
-        checked.output.write(tensor.data)
-        where = checked.output
+    where = checked.output
+    if where is not None and where.on_gpu:  # the rank has put it there
+        tensor = wire.WireTensor(dtype=checked.reply_dtype, shape=tuple(out.shape), data=memoryview(b""))
+    else:
+        tensor = wire.encode(out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype])), "hidden_states")
+    if where is not None:
+        if not where.on_gpu:
+            where.write(tensor.data)
         placed = pb.RegionSlice(region=where.region.name, offset=where.offset, byte_size=where.nbytes)
         tensor = tensor.placed(placed)
     return {pb.HIDDEN_STATES: tensor}
+
+
+def _on_gpu(where: Slice | None, dtype: pb.DType) -> RegionRows | None:
+    if where is None or not isinstance(where.region, CudaRegion):
+        return None
+    return where.region.rows(where.offset, dtype)
 
 
 def checked_request_id(request_id: str) -> str:

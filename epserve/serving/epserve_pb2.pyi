@@ -185,16 +185,26 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class HoldRegionRequest(_message.Message):
-    __slots__ = ("key", "offset", "byte_size", "proof")
+    __slots__ = ("key", "offset", "byte_size", "proof", "cuda")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
     key: str
     offset: int
     byte_size: int
     proof: bytes
-    def __init__(self, key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    cuda: CudaMemory
+    def __init__(self, key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., proof: _Optional[bytes] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("handle", "gpu_uuid")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    gpu_uuid: str
+    def __init__(self, handle: _Optional[bytes] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
 
 class HoldRegionReply(_message.Message):
     __slots__ = ("region", "doorbell", "doorbell_key")
@@ -211,18 +221,20 @@ class ListRegionsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RegionInfo(_message.Message):
-    __slots__ = ("region", "key", "offset", "byte_size", "users")
+    __slots__ = ("region", "key", "offset", "byte_size", "users", "gpu_uuid")
     REGION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     region: str
     key: str
     offset: int
     byte_size: int
     users: int
-    def __init__(self, region: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., users: _Optional[int] = ...) -> None: ...
+    gpu_uuid: str
+    def __init__(self, region: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., users: _Optional[int] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
 
 class ListRegionsReply(_message.Message):
     __slots__ = ("regions",)

@@ -90,7 +90,7 @@ class ExpertsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldRegion(self, request, context):
-        """Registers shared memory of a client on the server's host, for as long as this call lives.
+        """Registers memory of a client on the server's host, system memory or a GPU's, for as long as this call lives.
 
         The server answers once, with the region's name, and then holds the call open. Cancelling it, or the client's death,
         unregisters the region; requests that are using it still finish. Loopback and Unix-domain peers only.

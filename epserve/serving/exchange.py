@@ -10,6 +10,7 @@ from epserve.errors import CallerError, InternalError, InvalidRequest, Overloade
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_checks import check_request_id, whole_number
+from epserve.serving.client_cuda_region import CudaClientRegion
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
 from epserve.serving.frames import begin_frame, begun, part_frame
 from epserve.serving.messages import Outgoing, Received
@@ -50,7 +51,7 @@ class OutgoingRequest:
 
     def __init__(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str,
-        region: ClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
     ):  # fmt: skip
         if (topk_ids is None) != (topk_weights is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
@@ -64,10 +65,15 @@ class OutgoingRequest:
                 "wire_format: fp8 saves bytes on the wire, and a region sends none", field="wire_format"
             )
         check_request_id(request_id)
-        if region is not None and not isinstance(region, ClientRegion):
-            text = f"region: must be what register_region gives, got {type(region).__name__}"
+        if region is not None and not isinstance(region, ClientRegion | CudaClientRegion):
+            text = f"region: must be what register_region or register_cuda_region gives, got {type(region).__name__}"
             raise InvalidRequest(text, field="region")
-        plain = wire.encode(hidden, "hidden_states")
+        self._inputs: list[Any] = []
+        if isinstance(region, CudaClientRegion):
+            kept, plain = region.place(hidden)
+            self._inputs.append(kept)
+        else:
+            plain = wire.encode(hidden, "hidden_states")
         self.tensors = {pb.HIDDEN_STATES: plain} if wire_format == "plain" else _quantised(hidden)
         for which, value in ((pb.TOPK_IDS, topk_ids), (pb.TOPK_WEIGHTS, topk_weights)):
             if value is not None:
@@ -79,10 +85,13 @@ class OutgoingRequest:
             self.header.reply_dtype = self.reply_dtype
         self._shape = plain.shape
         self._region = region
-        self._inputs: list[Any] = []
         self._output: Any = None
         self._unsettled = False
-        if region is not None:
+        if isinstance(region, CudaClientRegion):
+            if plain.nbytes:
+                self._output = region.block(plain.nbytes)
+                self.header.output.CopyFrom(region.slice_of_block(self._output, plain.nbytes))
+        elif region is not None:
             self._place(region, plain.nbytes)
         self.small = wire.fits_one_message(tuple(self.tensors.values()))
 
@@ -182,6 +191,11 @@ class OutgoingRequest:
         buffers = assembly.finish()
         header = pb.Tensor(dtype=self.reply_dtype, shape=self._shape)
         as_torch = wire.is_torch(self.like)
+        if self._output is not None and isinstance(self._region, CudaClientRegion):
+            on_gpu = self._region.view(self._output, header)
+            if self._unsettled:
+                on_gpu = on_gpu.clone()
+            return on_gpu.to(self.like.device) if as_torch else on_gpu.cpu().numpy()
         if self._output is not None:
             result = wire.view(self._output, header, as_torch=as_torch)
             if self._unsettled:  # an earlier attempt may write there once more

@@ -21,6 +21,7 @@ from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
 from epserve.serving import status, wire
 from epserve.serving.calls import Caller, Calls
+from epserve.serving.cuda_regions import CudaRegion
 
 DATATYPES = {
     "BF16": pb.BF16, "FP16": pb.FP16, "FP32": pb.FP32, "FP64": pb.FP64, "INT8": pb.INT8, "INT16": pb.INT16,
@@ -61,6 +62,8 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
 
     async def ServerMetadata(self, request, context: grpc.aio.ServicerContext) -> kserve.ServerMetadataResponse:
         extensions = ["system_shared_memory"] if self._calls.limits.regions else []
+        if self._calls.cuda_regions.offered:
+            extensions.append("cuda_shared_memory")
         return kserve.ServerMetadataResponse(name="epserve", version=__version__, extensions=extensions)
 
     async def ModelMetadata(self, request, context: grpc.aio.ServicerContext) -> kserve.ModelMetadataResponse:
@@ -186,9 +189,9 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         try:
             owner = self._region_owner(context)
             if request.name:
-                found = [self._calls.regions.find(owner, request.name, "name")]
+                found = [self._calls.regions.find(owner, request.name, "name", on_gpu=False)]
             else:
-                found = self._calls.regions.of(owner)
+                found = self._calls.regions.of(owner, on_gpu=False)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         response = kserve.SystemSharedMemoryStatusResponse()
@@ -196,6 +199,52 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             region.renew()
             entry = response.regions[region.name]
             entry.name, entry.key, entry.offset, entry.byte_size = region.name, region.key, region.offset, region.size
+        return response
+
+    async def CudaSharedMemoryRegister(
+        self, request, context: grpc.aio.ServicerContext
+    ) -> kserve.CudaSharedMemoryRegisterResponse:
+        try:
+            owner = self._region_owner(context)
+            await self._calls.cuda_regions.register_leased(
+                owner, name=request.name, handle=request.raw_handle, device_id=request.device_id, size=request.byte_size
+            )
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        return kserve.CudaSharedMemoryRegisterResponse()
+
+    async def CudaSharedMemoryUnregister(
+        self, request, context: grpc.aio.ServicerContext
+    ) -> kserve.CudaSharedMemoryUnregisterResponse:
+        """Requests that are using the region still finish; its name is free at once."""
+        try:
+            owner = self._region_owner(context)
+            if request.name:
+                self._calls.regions.unregister(owner, request.name, on_gpu=True)
+            else:
+                self._calls.regions.unregister_all(owner, on_gpu=True)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        return kserve.CudaSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(
+        self, request, context: grpc.aio.ServicerContext
+    ) -> kserve.CudaSharedMemoryStatusResponse:
+        """As SystemSharedMemoryStatus."""
+        try:
+            owner = self._region_owner(context)
+            if request.name:
+                found = [self._calls.regions.find(owner, request.name, "name", on_gpu=True)]
+            else:
+                found = self._calls.regions.of(owner, on_gpu=True)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        response = kserve.CudaSharedMemoryStatusResponse()
+        for region in found:
+            assert isinstance(region, CudaRegion)
+            region.renew()
+            entry = response.regions[region.name]
+            entry.name, entry.device_id, entry.byte_size = region.name, region.device_id, region.size
         return response
 
     @property

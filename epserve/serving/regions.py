@@ -39,6 +39,9 @@ MAX_REGIONS_PER_CLIENT = 256
 MAX_REGIONS = 512
 """Each costs a file descriptor, and processes have 1,024 of them by default."""
 PROOF_BYTES = range(16, 65)
+PROOF_DIFFERENT = 8
+"""Memory is full of zeros and other fills that anybody may guess. 16 random bytes have fewer different ones less than once in
+10^12 times."""
 _IO_BYTES = 1 << 30
 """Linux moves at most 2 GiB in one call."""
 
@@ -49,6 +52,9 @@ class Region:
     adopted: another front end registered it, and decides when its lease is over.
     """
 
+    gpu_uuid = ""
+    """Of the GPU that it lies on; empty: it is system memory."""
+
     def __init__(
         self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int,
         adopted: bool = False,
@@ -57,7 +63,7 @@ class Region:
         self.lease_s, self.adopted = lease_s, adopted
         self.last_used = self.told_used = time.monotonic()
         self.users = 0
-        self._fd, self._registered = fd, True
+        self._fd, self._registered, self._released = fd, True, False
         self._lock = threading.Lock()
 
     def used(self) -> Region:
@@ -66,7 +72,7 @@ class Region:
 
     def __enter__(self) -> int:
         with self._lock:
-            if self._fd < 0:
+            if self._released:
                 raise InvalidRequest(f"region: {self.name!r} was unregistered meanwhile", field="region")
             self.users += 1
             return self._fd
@@ -83,9 +89,13 @@ class Region:
             self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        if not self._registered and not self.users and self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if not self._registered and not self.users and not self._released:
+            self._released = True
+            self._release()
+
+    def _release(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
 
     def renew(self) -> None:
         self.last_used = time.monotonic()
@@ -112,6 +122,11 @@ class Slice:
     offset: int
     nbytes: int
     field: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Then `read` and `write` are the rank's."""
+        return bool(self.region.gpu_uuid)
 
     def read(self, make_buffer: Callable[[int], Any] = bytearray) -> Any:
         """The bytes, in a buffer of their own. Raises InvalidRequest when the object has become too short."""
@@ -155,11 +170,7 @@ class Regions:
 
     def register_proven(self, owner: str, *, key: str, offset: int, size: int, proof: bytes) -> Region:
         """Under a name of the server's choice. `proof`: random bytes that the region starts with, to show write access."""
-        if len(proof) not in PROOF_BYTES:
-            text = f"proof: {len(proof)} bytes, must be {PROOF_BYTES.start} to {PROOF_BYTES.stop - 1} random ones"
-            raise InvalidRequest(text, field="proof")
-        if len(proof) > size:
-            raise InvalidRequest(f"byte_size: {size}, less than the {len(proof)} bytes of the proof", field="byte_size")
+        check_proof(proof, size)
         fd = self._open(owner, key, offset, size)
         try:
             if not hmac.compare_digest(os.pread(fd, len(proof), offset), proof):
@@ -167,21 +178,39 @@ class Regions:
         except BaseException:
             os.close(fd)
             raise
-        name = f"region-{secrets.token_hex(8)}"
-        return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=None, fd=fd))
+        return self._add(Region(owner=owner, name=drawn_name(), key=key, offset=offset, size=size, lease_s=None, fd=fd))
 
     def register_leased(self, owner: str, *, name: str, key: str, offset: int, size: int) -> Region:
         """Under the client's name, forgotten when unused for `server.region_lease_s`."""
-        if not 1 <= len(name) <= 256 or not name.isprintable():
-            raise InvalidRequest(f"name: {len(name)} characters, must be 1 to 256 printable ones", field="name")
-        self.reclaim()
-        if (owner, name) in self._regions:
-            raise InvalidRequest(f"name: {name!r} is registered already; unregister it first", field="name")
+        self.check_name(owner, name)
         if key.lstrip("/").startswith(RESERVED_PREFIX):
             raise InvalidRequest(f"key: names that start with {RESERVED_PREFIX!r} are the service's own", field="key")
         fd = self._open(owner, key, offset, size)
         lease_s = self._limits.region_lease_s
         return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=lease_s, fd=fd))
+
+    def check_name(self, owner: str, name: str) -> None:
+        """Raises InvalidRequest unless a client may give it to a region now."""
+        if not 1 <= len(name) <= 256 or not name.isprintable():
+            raise InvalidRequest(f"name: {len(name)} characters, must be 1 to 256 printable ones", field="name")
+        self.reclaim()
+        if (owner, name) in self._regions:
+            raise InvalidRequest(f"name: {name!r} is registered already; unregister it first", field="name")
+
+    def check_size(self, owner: str, size: int) -> None:
+        """Raises TooLarge, and Overloaded where there are as many regions as may be."""
+        if not 1 <= size <= self._limits.max_region_bytes:
+            limit = self._limits.max_region_bytes
+            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)", field="byte_size")
+        self.reclaim()
+        self._check_number(owner)
+
+    def add(self, region: Region) -> Region:
+        """One that was opened otherwise, and is this process's alone. Raises what `check_name` and `check_size` do."""
+        if region.lease_s is not None:
+            self.check_name(region.owner, region.name)
+        self.check_size(region.owner, region.size)
+        return self._add(region)
 
     def _add(self, region: Region) -> Region:
         self._regions[region.owner, region.name] = region
@@ -252,11 +281,7 @@ class Regions:
         if matched is None or matched[1] in (".", ".."):
             text = "key: must name a POSIX shared-memory object: 1 to 200 letters, digits, dots, dashes or underscores"
             raise InvalidRequest(text, field="key")
-        if not 1 <= size <= self._limits.max_region_bytes:
-            limit = self._limits.max_region_bytes
-            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)", field="byte_size")
-        self.reclaim()
-        self._check_number(owner)
+        self.check_size(owner, size)
         try:
             # NOTE: O_NOFOLLOW and O_NONBLOCK: neither a link out of the folder nor a pipe without a peer
             fd = os.open(self._folder / matched[1], os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -269,9 +294,9 @@ class Regions:
             raise InvalidRequest(text, field="byte_size")
         return fd
 
-    def unregister(self, owner: str, name: str) -> None:
+    def unregister(self, owner: str, name: str, *, on_gpu: bool = False) -> None:
         """Requests that are using it still finish. Raises InvalidRequest for an unknown one."""
-        self.forget(self.find(owner, name, "name"))
+        self.forget(self.find(owner, name, "name", on_gpu=on_gpu))
 
     def forget(self, region: Region) -> None:
         """As `unregister`, for whoever holds the region itself; twice is once. Other front ends forget it too."""
@@ -284,22 +309,26 @@ class Regions:
         if self._regions.get((region.owner, region.name)) is region:
             del self._regions[region.owner, region.name]
 
-    def unregister_all(self, owner: str | None = None) -> None:
+    def unregister_all(self, owner: str | None = None, *, on_gpu: bool = False) -> None:
         """Of one owner that were registered under a name of his; None: whatever there is here, at the end."""
         for region in list(self._regions.values()):
             if owner is None and region.adopted:
                 self._drop(region)
-            elif owner is None or (region.owner == owner and region.lease_s is not None):
+            elif owner is None or (
+                region.owner == owner and region.lease_s is not None and bool(region.gpu_uuid) == on_gpu
+            ):
                 self.forget(region)
 
-    def of(self, owner: str) -> list[Region]:
+    def of(self, owner: str, *, on_gpu: bool | None = None) -> list[Region]:
+        """on_gpu: of one kind only."""
         self.reclaim()
-        return [region for region in self._regions.values() if region.owner == owner]
+        mine = (region for region in self._regions.values() if region.owner == owner)
+        return [region for region in mine if on_gpu in (None, bool(region.gpu_uuid))]
 
-    def find(self, owner: str, name: str, field: str) -> Region:
-        """Another client's region is as unknown as none."""
+    def find(self, owner: str, name: str, field: str, *, on_gpu: bool | None = None) -> Region:
+        """Another client's region is as unknown as none. on_gpu: of one kind only."""
         region = self._regions.get((owner, name))
-        if region is None:
+        if region is None or on_gpu not in (None, bool(region.gpu_uuid)):
             raise InvalidRequest(f"{field}: no region {name!r} of this client is registered", field=field)
         return region
 
@@ -329,6 +358,24 @@ class Regions:
 
     def __len__(self) -> int:
         return len(self._regions)
+
+
+def check_proof(proof: bytes, size: int) -> None:
+    """Raises InvalidRequest for one that anybody could know, or that does not lie in the region."""
+    if len(proof) not in PROOF_BYTES:
+        text = f"proof: {len(proof)} bytes, must be {PROOF_BYTES.start} to {PROOF_BYTES.stop - 1} random ones"
+        raise InvalidRequest(text, field="proof")
+    if len(proof) > size:
+        raise InvalidRequest(f"byte_size: {size}, less than the {len(proof)} bytes of the proof", field="byte_size")
+    if (different := len(set(proof))) < PROOF_DIFFERENT:
+        text = (
+            f"proof: {different} different bytes in it, at least {PROOF_DIFFERENT} are needed: random ones, not a fill"
+        )
+        raise InvalidRequest(text, field="proof")
+
+
+def drawn_name() -> str:
+    return f"region-{secrets.token_hex(8)}"
 
 
 def _name_on_board(owner: str, name: str) -> str:

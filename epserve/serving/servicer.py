@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
+from typing import Any
 
 import grpc
 
@@ -16,6 +17,7 @@ from epserve.serving import status, wire
 from epserve.serving.calls import Calls
 from epserve.serving.doorbell import Doorbell
 from epserve.serving.messages import Outgoing, Received
+from epserve.serving.regions import Region
 from epserve.serving.stream import StreamSession
 
 log = logging.getLogger("epserve.serving")
@@ -37,17 +39,22 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
 
     async def HoldRegion(self, request: pb.HoldRegionRequest, context: grpc.aio.ServicerContext) -> None:
         regions = self._calls.regions
+        region: Region
         try:
             caller = self._calls.caller(context)
             self._calls.check_may_use_regions(caller)
-            region = regions.register_proven(
-                caller.account.name,
-                key=request.key,
-                offset=request.offset,
-                size=request.byte_size,
-                proof=request.proof,
-            )
-            await self._calls.regions.share(region)
+            window: dict[str, Any] = {
+                "key": request.key,
+                "offset": request.offset,
+                "size": request.byte_size,
+                "proof": request.proof,
+            }
+            if request.HasField("cuda"):
+                cuda = self._calls.cuda_regions
+                region = await cuda.register_proven(caller.account.name, memory=request.cuda, **window)
+            else:
+                region = regions.register_proven(caller.account.name, **window)
+                await regions.share(region)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         key = self._doorbell.register(caller)
@@ -70,7 +77,12 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         return pb.ListRegionsReply(
             regions=[
                 pb.RegionInfo(
-                    region=region.name, key=region.key, offset=region.offset, byte_size=region.size, users=region.users
+                    region=region.name,
+                    key=region.key,
+                    offset=region.offset,
+                    byte_size=region.size,
+                    users=region.users,
+                    gpu_uuid=region.gpu_uuid,
                 )
                 for region in self._calls.regions.of(caller.account.name)
             ]

@@ -65,6 +65,29 @@ class WireTensor:
 
 def encode(value: Any, name: str) -> WireTensor:
     """A torch tensor on any device or a numpy array, strided as it likes. Raises InvalidRequest for anything else."""
+    dtype = _dtype_of(value, name)
+    data = memoryview(_torch_bytes(value) if is_torch(value) else _numpy_bytes(value))
+    return WireTensor(dtype=dtype, shape=tuple(value.shape), data=data)
+
+
+def described(value: Any, name: str) -> tuple[pb.Tensor, Any]:
+    """As `encode`, without its bytes: the header, and the value as a torch tensor where it lies."""
+    header = pb.Tensor(dtype=_dtype_of(value, name), shape=tuple(value.shape))
+    if is_torch(value):
+        return header, value.detach().resolve_neg()
+    import torch
+
+    try:
+        return header, torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+    except TypeError:
+        text = (
+            f"{name}: numpy's {value.dtype.name} is not known to torch, which moves it to the GPU; send a torch tensor"
+        )
+        raise InvalidRequest(text, field=name) from None
+
+
+def _dtype_of(value: Any, name: str) -> pb.DType:
+    """Raises InvalidRequest for what is no tensor of numbers that can be sent."""
     torch_kind = is_torch(value)
     if not torch_kind and not (type(value).__module__ == "numpy" and hasattr(value, "dtype")):
         got = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -75,8 +98,7 @@ def encode(value: Any, name: str) -> WireTensor:
     if dtype_name not in DTYPES:
         allowed = ", ".join(DTYPES)
         raise InvalidRequest(f"{name}: dtype {dtype_name} cannot be sent (allowed: {allowed})", field=name)
-    data = memoryview(_torch_bytes(value) if torch_kind else _numpy_bytes(value))
-    return WireTensor(dtype=DTYPES[dtype_name], shape=tuple(value.shape), data=data)
+    return DTYPES[dtype_name]
 
 
 def _check_readable(value: Any, name: str) -> None:

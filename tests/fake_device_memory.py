@@ -1,0 +1,96 @@
+"""Memory of made-up GPUs: a file of /dev/shm stands for an allocation, and its name for the handle. For tests on the CPU.
+
+Rank `r` computes on GPU `uuid_of(r)`, and opens nothing of another one. What a client and a rank do with such memory is what
+they do with a GPU's, but for the driver's calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epserve.runtime.device_memory import Refused
+from epserve.runtime.rank import RankActor
+
+SHM = Path("/dev/shm")
+GRANULE = 4096
+
+
+def uuid_of(number: int) -> str:
+    return f"00000000-0000-0000-0000-{number:012d}"
+
+
+class FakeGpuMemory:
+    """The client's side, as `client_cuda_region.GpuMemory`; device: the number of the GPU, which also ends a device's name."""
+
+    def __init__(self, size: int, device: Any):
+        self.number = int(str(device or 0).rsplit(":", 1)[-1])
+        self.device, self.gpu_uuid, self.size = torch.device("cpu"), uuid_of(self.number), size
+        name = f"gpu{self.number}-{secrets.token_hex(8)}"
+        self.path = SHM / name
+        self.handle = name.encode().ljust(64, b"\0")
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(fd, -(-size // GRANULE) * GRANULE)
+        self._map = mmap.mmap(fd, 0)
+        os.close(fd)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def piece(self, offset: int, nbytes: int) -> tuple[Any, torch.Tensor]:
+        holder = (ctypes.c_ubyte * nbytes).from_buffer(self._map, offset)
+        return holder, torch.frombuffer(holder, dtype=torch.uint8)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        offset = tensor.data_ptr() - self._start
+        return offset if 0 <= offset <= self.size - tensor.nbytes and tensor.is_contiguous() else None
+
+    def finish(self) -> None:
+        pass
+
+    def free(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class FakeDeviceMemory:
+    """The rank's side, as `device_memory.CudaMemory`. `num_open`: how many are."""
+
+    def __init__(self, number: int):
+        self._number = number
+        self.num_open = 0
+
+    def open(self, handle: bytes) -> _Opened:
+        name = handle.rstrip(b"\0").decode(errors="replace")
+        if not name.startswith(f"gpu{self._number}-"):
+            raise Refused("the driver cannot open this handle (another GPU's)", "handle")
+        try:
+            return _Opened(SHM / name, self)
+        except OSError as error:
+            raise Refused(f"the driver cannot open this handle ({error.strerror})", "handle") from None
+
+
+class _Opened:
+    def __init__(self, path: Path, memory: FakeDeviceMemory):
+        fd = os.open(path, os.O_RDWR)
+        self.bytes = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+        os.close(fd)
+        self._memory = memory
+        memory.num_open += 1
+
+    def close(self) -> None:
+        self._memory.num_open -= 1
+
+
+class RankOnFakeGpu(RankActor):
+    """A CPU rank that says it computes on a GPU."""
+
+    def _take_device(self) -> str:
+        super()._take_device()
+        return uuid_of(self._rank)
+
+    def _device_memory(self) -> FakeDeviceMemory:
+        return FakeDeviceMemory(self._rank)

@@ -36,7 +36,7 @@ from epserve.modular_kernel.selection import Choice
 from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, left_out, to_physical
 from epserve.rank_kernels import RankKernels
-from epserve.step import Arrangement, Counters, LayerSource, LoadReport, StepError, StepPlan
+from epserve.step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepError, StepPlan
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
 STAGING_MARGIN = 1.25  # free memory against the bytes of one layer: what else grows meanwhile must not fail
@@ -166,7 +166,7 @@ class Worker:
         self.phase = IDLE
 
     def step(
-        self, plan: StepPlan, x_MK: torch.Tensor, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
+        self, plan: StepPlan, x_MK: torch.Tensor | Rows, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
     ) -> torch.Tensor:
         """Collective. `x_MK` `(m, K)` in the model's dtype, on any device; the result `(m, K)` is on the rank's device.
 

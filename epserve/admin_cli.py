@@ -53,6 +53,7 @@ def _call(method: str, request, address: str, token_file: Path | None, tls_ca: P
     from epserve.config import read_token
     from epserve.errors import EpserveError
     from epserve.serving import admin_pb2_grpc as pb_grpc
+    from epserve.serving import status
 
     metadata = []
     if token_file is not None:
@@ -65,7 +66,7 @@ def _call(method: str, request, address: str, token_file: Path | None, tls_ca: P
         try:
             return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            text = f"{address}: {error.code().name}: {error.details()}"
+            text = f"{address}: {error.code().name}: {status.failure_of_rpc(error).message}"
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 text += (
                     f"\nno answer within {timeout:g} s (--timeout); the change may go on without us: `epserve top {address}`"

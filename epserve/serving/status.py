@@ -89,27 +89,51 @@ def failure_of_rpc(error: Any) -> pb.Failure:
     elif code == "RESOURCE_EXHAUSTED" and "larger than max" in details:  # gRPC's own message limit
         failure.error = errors.TooLarge.__name__
         failure.message = f"{details}; the limit is server.max_message_bytes"
-    elif code == "UNAVAILABLE":
-        failure.message = f"{details}{_remedy(details)}"
+    elif code == "UNAVAILABLE" and details.startswith((ALL_ADDRESSES, ALL_BACKENDS)):
+        _explain(failure, details)
     elif code == "DEADLINE_EXCEEDED":
         failure.message = "no reply came before the call's deadline"
     return failure
 
 
-def _remedy(details: str) -> str:
-    """For connections that end while they are made: gRPC only says how."""
-    if "failed to connect" not in details:
-        return ""
-    if "WRONG_VERSION_NUMBER" in details:
-        return "; the port may speak no TLS: leave tls and tls_ca out, or set server.tls_cert and tls_key there"
-    if "CERTIFICATE_VERIFY_FAILED" in details:
-        return "; no authority in tls.ca (tls_ca) has signed the server's certificate, or it is out of date"
-    if "Socket closed" in details or "Connection reset" in details:
-        return (
-            "; the port may want TLS (tls_ca=, or ClientOptions(tls=Tls(ca=...)), --tls-ca on the command line) or, with"
-            " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...))"
-        )
-    return ""
+ALL_ADDRESSES, ALL_BACKENDS = "failed to connect", "connections to all backends failing"
+"""So gRPC begins what it says of a connection that it could not make, and then how the last attempt ended. The second: of a
+client that balances, for whom another front end may only be away."""
+UNTRUSTED = "no authority in tls.ca (tls_ca, --tls-ca; none: the system's) has signed the server's certificate"
+OTHER_NAME = (
+    "the server's certificate is for other names than the target's host; use one that is in it, or say it:"
+    " Tls(ca=..., server_name=...)"
+)
+MISFITS = (
+    ("certificate has expired", "the server's certificate has expired; renew it, or set the clock here"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet; set the clock here, or there"),
+    ("CERTIFICATE_VERIFY_FAILED", UNTRUSTED),
+    ("Hostname Verification Check failed", OTHER_NAME),
+    ("is not in peer certificate", OTHER_NAME),
+    (
+        "WRONG_VERSION_NUMBER",
+        "the port speaks no TLS; leave tls and tls_ca out, or set server.tls_cert and tls_key there",
+    ),
+)
+"""Words of a TLS handshake that failed -> what does not fit. The next attempt ends alike: only a change on either side helps."""
+MAY_WANT_TLS = (
+    "the port may want TLS (tls_ca=, or ClientOptions(tls=Tls(ca=...)), --tls-ca on the command line) or, with"
+    " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...))"
+)
+NO_GRPC = "the port may be another service's, or a proxy's, that speaks no gRPC"
+
+
+def _explain(failure: pb.Failure, details: str) -> None:
+    """Of a connection that could not be made, what gRPC only has its own words for."""
+    meaning = next((meaning for words, meaning in MISFITS if words in details), "")
+    if meaning:
+        failure.message = f"{meaning} ({details})"
+        if details.startswith(ALL_ADDRESSES):
+            failure.error, failure.retryable = errors.ConfigError.__name__, False
+    elif "Socket closed" in details or "Connection reset" in details:  # also by a server that is stopping
+        failure.message = f"{details}; {MAY_WANT_TLS}"
+    elif "Failed parsing HTTP/2" in details:
+        failure.message = f"{details}; {NO_GRPC}"
 
 
 def error_of_rpc(error: grpc.RpcError) -> EpserveError:

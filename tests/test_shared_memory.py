@@ -312,6 +312,9 @@ def test_a_gpu_copies_to_and_from_the_mapping_itself():
     source = window.tensor(torch.bfloat16, (1024, 4096), arena.offset_of(x))
     target = window.tensor(torch.bfloat16, (1024, 4096), arena.offset_of(y))
     assert source.is_pinned() and target.is_pinned()
+    torch.ones(
+        1, dtype=torch.bfloat16, device="cuda"
+    ) * 2  # a kernel that is loaded for the first time waits for the device
     torch.cuda._sleep(1_000_000_000)  # cycles, half a second: the stream is busy while the copies are queued
     start = time.monotonic()
     on_device = source.to("cuda", non_blocking=True)

@@ -1,5 +1,5 @@
-"""What only a GPU can show of the experts: rows beyond 2^31 elements, CUDA graphs that are replayed with other inputs, products
-of libraries, and which backend is measured as the fastest.
+"""What only a GPU can show of the experts: rows beyond 2^31 elements, a GPU that other processes use too, CUDA graphs that are
+replayed with other inputs, products of libraries, and which backend is measured as the fastest.
 
 python -m tests.triton_gpu [WORD ...]       all of them, or those with a WORD in their name; exit status 1 when one is wrong
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -106,6 +107,51 @@ def _judge_rows(weights, inputs: Inputs, out: torch.Tensor, dtype: str) -> str:
     assert error < (TOLERANCE | MORE_TOLERANCE)[dtype], f"relative L2 error {error:.1e}"
     assert most < 60, f"{most:.0f} GiB"
     return f"error {error:.1e}, {most:.1f} GiB"
+
+
+HOG = """
+import torch
+a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+print("busy", flush=True)
+while True:
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize()
+"""
+
+
+def beside_another_process(name: str) -> str:
+    """The GPU turns between two processes in the middle of kernels: what comes out is bit for bit what comes out alone."""
+    dtype, tiles = LARGE_CASES[name]
+    assert tiles is not None
+    rows = ROWS // 4
+    weights, inputs = make_weights(LARGE, dtype, "cuda"), make_inputs(LARGE, rows, "cuda", 7)
+    experts = TritonExperts(LARGE.spec(dtype, "cuda"))
+    experts.table = {Problem.of(experts.spec, LARGE.local_experts).key: dict.fromkeys(BUCKETS, tiles)}
+    prepared = Prepared(
+        x=inputs.x,
+        routing=Routing(ids_Mt=inputs.ids_local, weights_Mt=inputs.weights),
+        handle=DispatchHandle(BOOK, None),
+    )
+    spaces, shapes = Workspaces("cuda"), experts.workspace_shapes(rows, 1, LARGE.local_experts)
+    spaces.reserve(shapes)
+
+    def run() -> torch.Tensor:
+        spaces.poison()
+        workspace = spaces.carve(shapes)
+        return experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+
+    want = run().clone()
+    hog = subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE)
+    try:
+        assert hog.stdout is not None and hog.stdout.readline() == b"busy\n"
+        wrong = sum(not torch.equal(run(), want) for _ in range(20))
+        assert hog.poll() is None, "the other process ended"
+    finally:
+        hog.kill()
+        hog.wait()
+    assert not wrong, f"{wrong} of 20 runs differ"
+    return "20 runs bit-equal"
 
 
 GRAPH_CASES = [
@@ -269,6 +315,7 @@ def _replay_equals(graph, out, want, spaces: Workspaces, real: torch.Tensor | No
 
 CHECKS: dict[str, Callable[[], str]] = {
     **{f"large: {name}": lambda name=name: large_standard(name) for name in LARGE_CASES},
+    **{f"beside: {name}": lambda name=name: beside_another_process(name) for name, (_, t) in LARGE_CASES.items() if t},
     "large: batched, bf16": large_batched,
     **{f"graph: {case.why}": lambda case=case: graph_standard(case) for case in GRAPH_CASES},
     **{f"graph: batched, {case.why}": lambda case=case: graph_batched(case) for case in GRAPH_CASES

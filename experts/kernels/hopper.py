@@ -384,12 +384,15 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, XE, XM,
     b = gl.allocate_shared_memory(wd.dtype, [STAGES, 2 * SIDE, BK], wd.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queue = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # Only where it is used: the compiler puts results into the memory of a barrier that nobody waits for, and when the GPU turns
+    # to another process in between, the barrier comes back in their place.
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()) if WAIT > 0 else posted
     for s in gl.static_range(2):
-        mbarrier.init(turn.index(s), count=1)
+        if WAIT > 0:
+            mbarrier.init(turn.index(s), count=1)
         mbarrier.init(posted.index(s), count=1)
         mbarrier.init(taken.index(s), count=PARTS)
     for s in gl.static_range(STAGES):

@@ -83,6 +83,21 @@ def test_warpgroup_instructions_and_no_spills(case, layout):
     assert seen
 
 
+@pytest.mark.skipif(CAPABILITY != 90, reason="the specialised kernel is Hopper's")
+@pytest.mark.parametrize(("bm", "lag"), [(128, 0), (128, 3), (192, 0)])
+def test_every_barrier_is_used_so_that_its_memory_is_given_to_nothing_else(bm, lag):
+    """Otherwise results pass through that memory, and the barrier comes back in it when the GPU is shared by time."""
+    case = Case(why="thick", tokens=700, hidden=512, intermediate=384, tiles=special(bm=bm, lag=lag))
+    variants = kernels(case)["grouped"]
+    for compiled in variants:
+        text = compiled.asm["ttgir"]
+        barriers = set(re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<\w+xi64,", text))
+        used = re.findall(r"%\w+", re.search(r"ttg.warp_specialize\((.*?)\)", text)[1])
+        assert {"%full", "%empty", "%posted", "%taken"} <= barriers <= set(used)
+        assert ("%turn" in barriers) == (lag > 0)
+    assert len(variants) == 2
+
+
 MOST = {"int4": 6.0, "mxfp4": 6.0, "nvfp4": 7.0}
 """Instructions of a step for each weight of a thread, products and addresses included; 6.4 to 18.5 by conversions."""
 

@@ -187,7 +187,7 @@ async def test_memory_that_is_freed_while_it_is_registered_harms_only_its_own_cl
             offset, data = memory.piece(0, 4096)[1].data_ptr() - memory._address, tokens(4)
             memory.piece(0, data.nbytes)[1].view(torch.bfloat16).view(4, HIDDEN).copy_(data)
             torch.cuda.synchronize()
-            cuda_memory.free(memory._address)
+            memory.free()
             where = pb.RegionSlice(region=region.name, offset=offset, byte_size=data.nbytes)
             tensor = pb.Tensor(dtype=pb.BF16, shape=data.shape, region=where)
             async with connect(server) as channel:

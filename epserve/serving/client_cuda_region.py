@@ -45,7 +45,8 @@ class GpuMemory:
             with torch.cuda.device(self.device):
                 torch.zeros(1, device=self.device)  # makes the context
                 self._address = cuda_memory.allocate(size)
-                weakref.finalize(self, _free, self._address, index).atexit = False
+                self.free = weakref.finalize(self, _free, self._address, index)
+                self.free.atexit = False
                 self.handle = cuda_memory.export(self._address)
                 self.gpu_uuid = cuda_memory.gpu_uuid(index)
         except cuda_memory.DriverError as error:

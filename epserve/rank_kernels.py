@@ -48,7 +48,7 @@ class Path:
     def __init__(self, plan: RankPlan, path: PathPlan, config: Config, known: KnownTimes):
         self.plan, self.config = path, config
         tiles = tuning(config)
-        if known.tables:  # not at the start: requests wait
+        if known.started:
             tiles = replace(tiles, budget_s=0.0)
         self.method = plan.method(path.spec, path.chosen.as_backends(replace(measuring(config), known=known), tiles))
         self.experts: FusedMoEExpertsModular | None = None
@@ -192,6 +192,7 @@ class RankKernels:
             self._choose_paths(weights)
         measured = [each for path in self.paths.values() if isinstance(each := path.experts, MeasuredExperts)]
         self.known.add(table for each in measured if (table := each.table(weights.experts)) is not None)
+        self.known.started = True
         for line in self.notes():
             log.info(line)
 

@@ -17,7 +17,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,10 +28,10 @@ from epserve.errors import CheckpointError, InternalError, NotReady
 from epserve.expert_load import LoadCounter
 from epserve.gate import fitted, route
 from epserve.gate import warm_up as warm_up_gate
-from epserve.models import LayerWeights, UnchangedCheckpoint, open_checkpoint
+from epserve.models import LateCheckpoint, LayerWeights, UnchangedCheckpoint, open_checkpoint
 from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
-from epserve.modular_kernel.known_times import KnownTimes
+from epserve.modular_kernel.known_times import KnownTable, KnownTimes
 from epserve.modular_kernel.selection import Choice
 from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, left_out, to_physical
@@ -63,10 +63,13 @@ class Worker:
         *,
         placements: Mapping[int, Placement] | None = None,
         source: LayerSource | None = None,
-        checkpoint: UnchangedCheckpoint | None = None,
+        peers: LayerSource | None = None,
+        checkpoint: UnchangedCheckpoint | LateCheckpoint | None = None,
+        times: Iterable[KnownTable] | None = None,
     ):
         """placements: of each layer; none: the first ones that the configuration gives. source: whoever reads the weights.
-        checkpoint: the one of the service's start; none: as it is now.
+        peers: in its place, ranks that hold what this one is to hold (their slices, where ranks share experts).
+        checkpoint: the one of the service's start; none: as it is now. times: what the ranks of a running service measured.
 
         Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read.
         """
@@ -75,7 +78,7 @@ class Worker:
             config.model.path, config.model.dtype, opened=open_checkpoint
         )
         self.info = self.checkpoint.info
-        self._source = self._sliced(source or self.checkpoint)
+        self._source = peers or self._sliced(source or self.checkpoint)
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
@@ -91,6 +94,9 @@ class Worker:
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
         self.known = KnownTimes()
         """What was measured here, for this arrangement and for earlier ones, and what other ranks have told."""
+        if times is not None:
+            self.known.add(times)
+            self.known.started = True
         self.kernels = RankKernels(self.plan, config, ranks, self.known)
 
     @property

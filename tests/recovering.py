@@ -31,8 +31,10 @@ async def running(path, **engine):
     )
     started = Engine(config)
     await started.start()
-    yield started
-    await started.close()
+    try:
+        yield started
+    finally:
+        await started.close()
 
 
 class Load:

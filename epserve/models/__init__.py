@@ -3,11 +3,13 @@
 from .checkpoint import Checkpoint, LayerWeights, SharedExperts, open_checkpoint
 from .families import FAMILIES
 from .info import ModelInfo
+from .late import LateCheckpoint
 from .unchanged import Stamp, UnchangedCheckpoint
 
 __all__ = [
     "FAMILIES",
     "Checkpoint",
+    "LateCheckpoint",
     "LayerWeights",
     "ModelInfo",
     "SharedExperts",

@@ -92,8 +92,9 @@ def check(start: Stamp, now: Stamp) -> None:
         raise changed(now.path) if start.place[0] == now.place[0] else different(now.path)
 
 
-def changed(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} has changed since the start: restart the service")
+def changed(path: Path, why: str = "") -> CheckpointError:
+    more = f" ({why})" if why else ""
+    return CheckpointError(f"{path} has changed since the start: restart the service{more}")
 
 
 def different(path: Path) -> CheckpointError:
@@ -117,9 +118,9 @@ class UnchangedCheckpoint:
         """start: what the service's checkpoint looked like when it started; None: as it is now."""
         try:
             self._seen = Stamp.take(path)
-        except CheckpointError:
+        except CheckpointError as error:
             if start is not None:
-                raise changed(path) from None
+                raise changed(path, f"{error} on {socket.gethostname()}") from None
             opened(path, dtype)  # says it better
             raise
         if start is not None:

@@ -31,6 +31,8 @@ class KnownTimes:
     """Of one process. Empty at the start of a service, so that a start measures."""
 
     def __init__(self) -> None:
+        self.started = False
+        """Whether the service has run: then requests wait for whatever is measured."""
         self._tables: dict[str, KnownTable] = {}
         self._crossovers: dict[int, Crossover] = {}
 

@@ -121,8 +121,9 @@ class Engine:
         try:
             await self._connect()
             pool = self._pool = Pool(
-                self.config, self.plan, device=self._device, stamp=self._checkpoint.stamp, on_state=self._set_state
-            )
+                self.config, self.plan, device=self._device, stamp=self._checkpoint.stamp, info=self.info,
+                on_state=self._set_state,
+            )  # fmt: skip
             self._scheduler = Scheduler(
                 self.config.scheduler,
                 pool,

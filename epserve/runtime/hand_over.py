@@ -2,7 +2,8 @@
 
 A connection of its own for each pair of ranks, never the steps' process group. An expert is one unit: its rows of every
 tensor, weights, biases and scales alike, in chunks with a checksum each; what an experts class derives from them is made
-anew where they arrive. What no rank hands over in time comes from the checkpoint.
+anew where they arrive. What no rank hands over in time comes from the checkpoint. A newcomer that has no checkpoint
+(newcomers.py) also asks for what all ranks hold of a layer: gate, shared experts, scales of activations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -79,11 +80,19 @@ class ExpertServer:
 
     def _send(self, sock: socket.socket, asked: dict[str, Any], copier: _Copier) -> None:
         placement, experts, weights = self._held(asked["layer"])
-        if placement.version != asked["version"] or asked["expert"] not in experts:
+        copier.hurries = bool(asked.get("hurry"))
+        told: dict[str, Any] = {}
+        if "expert" not in asked:
+            parts = common_tensors(weights)
+            told["of_an_expert"] = {
+                name: [str(each.dtype), list(each.shape[1:])] for name, each in _by_expert(weights.experts).items()
+            }
+        elif asked.get("version", placement.version) != placement.version or asked["expert"] not in experts:
             wire.send(sock, {"missing": f"version {placement.version} with experts {experts}"})
             return
-        parts = expert_tensors(weights.experts, experts.index(asked["expert"]))
-        wire.send(sock, {"tensors_of": {name: [str(each.dtype), list(each.shape)] for name, each in parts.items()}})
+        else:
+            parts = expert_tensors(weights.experts, experts.index(asked["expert"]))
+        wire.send(sock, {"tensors_of": _described(parts), **told})
         for name, part in parts.items():
             for chunk in _chunks(part):
                 with copier.paced(chunk.device):
@@ -100,18 +109,15 @@ class PeerSource(LayerSource):
 
     def __init__(self, held: Held, holders: Mapping[int, Sequence[LinkAddress]], fallback: LayerSource):
         self._held, self._holders, self._fallback = held, holders, fallback
-        self._peers: dict[LinkAddress, socket.socket | None] = {}
-        self._copier = _Copier()
+        self._peers = Peers()
         self.came_from: Counter[str] = Counter()
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         """Raises whatever the fallback raises, for an expert that neither this rank nor a peer gives."""
         _, _, weights = self._held(layer)
         made = _like(weights.experts, len(experts), device)
-        try:
+        with self._peers:
             lacking = [slot for slot, expert in enumerate(experts) if not self._fill(made, slot, expert, layer)]
-        finally:
-            self.close()
         if lacking:
             read = self._fallback.load_layer(layer, [experts[slot] for slot in lacking], device).experts
             for source, slot in enumerate(lacking):
@@ -120,65 +126,94 @@ class PeerSource(LayerSource):
             self.came_from["checkpoint"] += len(lacking)
         return replace(weights, experts=made)
 
-    def close(self) -> None:
-        for sock in self._peers.values():
-            if sock is not None:
-                sock.close()
-        self._peers.clear()
-
     def _fill(self, made: ExpertWeights, slot: int, expert: int, layer: int) -> bool:
         placement, present, weights = self._held(layer)
         if expert in present:
             for target, part in _pairs(made, slot, expert_tensors(weights.experts, present.index(expert))):
-                self._copier.within(target, part)
+                self._peers.copier.within(target, part)
             self.came_from["here"] += 1
             return True
-        for address in self._holders.get(expert, ()):
-            sock = self._peer(address)
+        asked = {"layer": layer, "version": placement.version, "expert": expert}
+        if not self._peers.fetch(self._holders.get(expert, ()), asked, lambda _: expert_tensors(made, slot)):
+            return False
+        self.came_from["peer"] += 1
+        return True
+
+
+class Peers:
+    """Connections to ranks that hand out what they hold; one that failed is not asked again. For one thread.
+
+    A context: they are closed at its end.
+    """
+
+    def __init__(self, *, hurry: bool = False):
+        """hurry: nobody computes meanwhile, so that copying need not spare anybody."""
+        self._hurry = hurry
+        self._socks: dict[LinkAddress, socket.socket | None] = {}
+        self.copier = _Copier()
+        self.copier.hurries = hurry
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for sock in self._socks.values():
+            if sock is not None:
+                sock.close()
+        self._socks.clear()
+
+    def fetch(
+        self,
+        addresses: Sequence[LinkAddress],
+        asked: dict[str, Any],
+        targets_of: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]],
+    ) -> bool:
+        """From the first of them that gives it. targets_of: the answer's header -> where its tensors go. False: none did."""
+        what = f"expert {asked['expert']}" if "expert" in asked else "what all ranks hold"
+        for address in addresses:
+            sock = self._connected(address)
             if sock is None:
                 continue
             try:
-                self._receive(sock, made, slot, {"layer": layer, "version": placement.version, "expert": expert})
+                self._receive(sock, asked | {"hurry": self._hurry}, targets_of)
             except (OSError, ValueError, KeyError) as error:
-                log.warning("expert %d of layer %d from a peer: %s; trying elsewhere", expert, layer, error)
+                log.warning("%s of layer %d from a peer: %s; trying elsewhere", what, asked["layer"], error)
                 sock.close()
-                self._peers[address] = None
+                self._socks[address] = None
                 continue
-            self.came_from["peer"] += 1
             return True
         return False
 
-    def _peer(self, address: LinkAddress) -> socket.socket | None:
-        if address not in self._peers:
-            self._peers[address] = None
+    def _connected(self, address: LinkAddress) -> socket.socket | None:
+        if address not in self._socks:
+            self._socks[address] = None
             try:
                 sock = address.connect()
                 sock.settimeout(PEER_TIMEOUT_S)
                 wire.send(sock, {"token": address.token})
                 wire.receive_header(sock)
-                self._peers[address] = sock
+                self._socks[address] = sock
             except (OSError, ValueError) as error:
                 log.warning("a peer that holds experts does not answer: %s", error)
-        return self._peers[address]
+        return self._socks[address]
 
-    def _receive(self, sock: socket.socket, made: ExpertWeights, slot: int, asked: dict[str, Any]) -> None:
+    def _receive(self, sock: socket.socket, asked: dict[str, Any], targets_of) -> None:
         wire.send(sock, asked)
         answer = wire.receive_header(sock)
         if "missing" in answer:
             raise KeyError(f"it has {answer['missing']}")
-        wanted = {name: each[slot] for name, each in _by_expert(made).items()}
-        described = {name: [str(each.dtype), list(each.shape)] for name, each in wanted.items()}
-        if answer["tensors_of"] != described:
-            raise ValueError(f"it holds {answer['tensors_of']}, this rank {described}")
+        wanted = targets_of(answer)
+        if answer["tensors_of"] != _described(wanted):
+            raise ValueError(f"it holds {answer['tensors_of']}, this rank {_described(wanted)}")
         for name, target in wanted.items():
             for room in _chunks(target):
-                with self._copier.paced(room.device):
+                with self.copier.paced(room.device):
                     header = wire.receive_header(sock)
                     if header["name"] != name or header["tensors"] != [wire.describe(room)]:
                         raise ValueError(
                             f"{header['tensors']} of {header['name']}, expected {room.numel()} bytes of {name}"
                         )
-                    with self._copier.from_host(room) as landing:
+                    with self.copier.from_host(room) as landing:
                         wire.receive_exactly(sock, wire.as_bytes(landing))
                         if zlib.crc32(wire.as_bytes(landing)) != header["crc"]:
                             raise ValueError(f"a chunk of {name} is damaged")
@@ -188,6 +223,7 @@ class _Copier:
     """Chunks between host and device, on a stream of their own, with pauses. For one thread."""
 
     def __init__(self):
+        self.hurries = False
         self._stream: Any = None
         self._pinned: torch.Tensor | None = None
 
@@ -196,7 +232,8 @@ class _Copier:
         """Then a pause, by the processor time of what ran inside: waiting for the other end costs nobody anything."""
         start = time.thread_time()
         yield
-        time.sleep((time.thread_time() - start) * (1 / SHARE[device.type] - 1))
+        if not self.hurries:
+            time.sleep((time.thread_time() - start) * (1 / SHARE[device.type] - 1))
 
     def to_host(self, chunk: torch.Tensor) -> torch.Tensor:
         """Good until the next one."""
@@ -243,6 +280,24 @@ class _Copier:
 def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:
     """All that belongs to one expert, as views."""
     return {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
+
+
+def common_tensors(weights: LayerWeights) -> dict[str, torch.Tensor]:
+    """What every rank holds of a layer, by dotted names: "gate.weight_EK", "shared.w2_KS", "experts.a1"."""
+    parts: dict[str, Any] = {"gate": weights.gate, "shared": weights.shared}
+    found = {
+        f"{part}.{each.name}": tensor
+        for part, held in parts.items()
+        if held is not None
+        for each in fields(held)
+        if isinstance(tensor := getattr(held, each.name), torch.Tensor)
+    }
+    tensors = weights.experts.tensors().items()
+    return found | {f"experts.{name}": tensor for name, tensor in tensors if name in LAYER_WIDE}
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()}
 
 
 def _by_expert(weights: ExpertWeights) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError
 from epserve.expert_load import LoadTotals
-from epserve.models import Stamp
 from epserve.modular_kernel.selection import Choice
 from epserve.step import Arrangement, LoadReport
 
@@ -103,11 +102,11 @@ class Member:
         except RayError as error:
             return self._failed(method, f"process gone ({type(error).__name__})", consequence=False)
 
-    async def take_over(self, arrangement: Arrangement, start: Stamp | None, here: str, *, timeout: float) -> Any:
+    async def take_over(self, arrangement: Arrangement, welcome: Any, here: str, *, timeout: float) -> Any:
         """A spare or standby becomes a rank: its facts, its address, its report. Raises what is wrong."""
         assert self.facts is not None
         local = self.facts.node_id == here
-        (answered,) = await call_all([self], "take_over", arrangement, start, local, timeout=timeout, numbered=True)
+        (answered,) = await call_all([self], "take_over", arrangement, welcome, local, timeout=timeout, numbered=True)
         return answered
 
     async def ping(self, timeout: float) -> bool:

@@ -25,9 +25,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from epserve.config import Config
-from epserve.errors import ConfigError, EpserveError, RankFailed
+from epserve.errors import CheckpointError, ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
-from epserve.models import Stamp
+from epserve.models import ModelInfo, Stamp
+from epserve.modular_kernel.known_times import KnownTable
 from epserve.rank_plan import RankPlan
 from epserve.step import Arrangement, StepPlan
 
@@ -37,7 +38,9 @@ from .device_memory import as_json
 from .device_regions import DeviceRegions
 from .failure import Failure, RankLost, root_cause
 from .groups import GroupAddress, StoreActor
+from .holders import find_holders, suffice
 from .members import Agents, Member, answer, call_all, check_gpus
+from .newcomers import Holders, Welcome
 from .shm import Arena
 from .spares import Spares
 from .standbys import FIRST_DELAY_S, Standbys
@@ -60,11 +63,13 @@ class Pool:
         *,
         device: str,
         stamp: Stamp,
+        info: ModelInfo,
         on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
-        """stamp: of the checkpoint from which the plan was made; ranks read no other one."""
+        """stamp, info: of the checkpoint from which the plan was made; ranks read no other one."""
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
-        self.stamp = stamp
+        self.stamp, self._info = stamp, info
+        self._times: dict[str, KnownTable] = {}  # what any rank has measured
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))
         self.gang, self.agents = Gang(config, device), Agents()
         self.spares = Spares(
@@ -128,7 +133,8 @@ class Pool:
         digested, _ = await asyncio.gather(
             asyncio.to_thread(self.stamp.with_digest), self.reserve(engine.ranks + engine.spares)
         )
-        self.stamp = self.spares.start = digested
+        self.stamp = digested
+        self.spares.welcome = self._welcome()
         self._store = self._new_store()  # imports torch while the ranks do
         self.members = [self.new_member(rank) for rank in range(engine.ranks)]
         await self.prepare(self.members, self.arrangement)
@@ -316,22 +322,42 @@ class Pool:
         self.standbys.refill(nodes, after=self.spares.filling, **when)
 
     async def prepare(self, new: Sequence[Member], arrangement: Arrangement) -> None:
-        """Set up, connect and load; the ranks that serve notice nothing."""
+        """Set up, connect and load; the ranks that serve notice nothing.
+
+        Newcomers read the checkpoint; where one cannot, they take their weights from the ranks, if those hold them all.
+        """
+        try:
+            await self._prepare(new, arrangement, self._welcome())
+        except CheckpointError as error:
+            holders = await find_holders(self.members, new, self.arrangement) if self.started else ()
+            if not holders or not suffice(holders, new, arrangement):
+                raise
+            log.warning("%s: newcomers take weights from the other ranks", error)
+            for member in new:
+                if member.link is not None:  # of the first attempt
+                    member.link.close()
+            await self._prepare(new, arrangement, self._welcome(holders))
+
+    def _welcome(self, holders: tuple[Holders, ...] = ()) -> Welcome:
+        return Welcome(
+            start=self.stamp, info=self._info, times=tuple(self._times.values()) if self.started else None,
+            holders=holders, hurry=not self.serving.is_set(),
+        )  # fmt: skip
+
+    async def _prepare(self, new: Sequence[Member], arrangement: Arrangement, welcome: Welcome) -> None:
         limit = self.config.cluster.start_timeout_s
         known = [member for member in new if member.facts is not None]  # spares: one call instead of three
-        await self._set_up([member for member in new if member.facts is None], arrangement)
+        await self._set_up([member for member in new if member.facts is None], arrangement, welcome)
         here = ray.get_runtime_context().get_node_id()
-        taken = await asyncio.gather(
-            *(member.take_over(arrangement, self.stamp, here, timeout=limit) for member in known)
-        )
+        taken = await asyncio.gather(*(member.take_over(arrangement, welcome, here, timeout=limit) for member in known))
         for member, (facts, address, report) in zip(known, taken, strict=True):
             member.facts, member.report = facts, report
             await self._connect(member, address)
         self.agents.cover([member.facts.node_id for member in known if member.facts is not None])
 
-    async def _set_up(self, new: Sequence[Member], arrangement: Arrangement) -> None:
+    async def _set_up(self, new: Sequence[Member], arrangement: Arrangement, welcome: Welcome) -> None:
         limit = self.config.cluster.start_timeout_s
-        facts = await call_all(new, "set_up", arrangement, self.stamp, timeout=limit, numbered=True)
+        facts = await call_all(new, "set_up", arrangement, welcome, timeout=limit, numbered=True)
         for member, each in zip(new, facts, strict=True):
             member.facts = each
         check_gpus(
@@ -370,6 +396,7 @@ class Pool:
         explained = await call_all(self.members, "explain", timeout=limit)
         self.explanation = explained[0].notes
         for member, each in zip(self.members, explained, strict=True):
+            self._times |= {table.key: table for table in each.times}
             member.experts_choices = each.choices
             if member.report is not None:
                 member.report = replace(member.report, backends=each.backends, weights_bytes=each.weights_bytes)

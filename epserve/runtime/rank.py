@@ -17,8 +17,8 @@ import torch
 from epserve import allocator, logs, rank_plan
 from epserve.backend_choice import Chosen
 from epserve.config import Config
-from epserve.errors import InternalError, NotReady
-from epserve.models import Stamp, UnchangedCheckpoint, open_checkpoint
+from epserve.errors import CheckpointError, InternalError, NotReady
+from epserve.models import LateCheckpoint, Stamp, UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.phases import COPY_OUT, IDLE
 from epserve.placement import Placement
@@ -32,6 +32,7 @@ from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
+from .newcomers import RanksSource, Welcome
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .transport import LinkAddress, StepServer
 
@@ -125,7 +126,10 @@ class RankActor:
     def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
         """All that costs time and needs neither device nor weights: imports. Which GPU it will be is not known yet."""
         torch.set_num_threads(1)
-        open_checkpoint(self._config.model.path, self._config.model.dtype)
+        try:
+            open_checkpoint(self._config.model.path, self._config.model.dtype)
+        except CheckpointError as error:  # it may be back by then, or other ranks have what is needed
+            log.warning("this standby found no checkpoint: %s", error)
         for each in chosen:
             backends = each.as_backends()
             backends.all2all.get(each.all2all)
@@ -142,13 +146,20 @@ class RankActor:
         """The place of a process that is gone. `set_up` or `warm` comes next, and takes its device."""
         self._before_me = before_me
 
-    def _warm(self, start: Stamp | None = None) -> RankFacts:
+    def _warm(self, welcome: Welcome) -> RankFacts:
         """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
         uuid = self._take_device()
-        checkpoint = self._checkpoint = self._open(start)
-        plan = rank_plan.plan_ranks(self._config, checkpoint.info, device=self._device.type)
+        checkpoint = None
+        try:
+            checkpoint = self._checkpoint = self._open(welcome.start)
+        except CheckpointError as error:
+            if not self._config.engine.redundant_experts:
+                raise
+            log.warning("this spare can take over where other ranks have copies only: %s", error)
+        info = checkpoint.info if checkpoint is not None else welcome.info
+        plan = rank_plan.plan_ranks(self._config, info, device=self._device.type)
         plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
-        if self._config.engine.spare_weights == "host":
+        if checkpoint is not None and self._config.engine.spare_weights == "host":
             try:
                 self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
             except NotReady as error:  # a spare that reads files is better than none
@@ -161,9 +172,9 @@ class RankActor:
         return UnchangedCheckpoint(self._config.model.path, self._config.model.dtype, start=start)
 
     def _take_over(
-        self, rank: int, arrangement: Arrangement, start: Stamp, local: bool
+        self, rank: int, arrangement: Arrangement, welcome: Welcome, local: bool
     ) -> tuple[RankFacts, LinkAddress, LoadReport]:
-        return self._set_up(rank, arrangement, start), self._listen(local), self._load()
+        return self._set_up(rank, arrangement, welcome), self._listen(local), self._load()
 
     def _take_device(self) -> str:
         """The GPU's id; empty on a CPU."""
@@ -187,16 +198,35 @@ class RankActor:
             )
         return uuid
 
-    def _set_up(self, rank: int, arrangement: Arrangement, start: Stamp | None = None) -> RankFacts:
+    def _set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
         self._rank, self._config = rank, arrangement.config
         uuid = self._take_device()
+        checkpoint, peers = self._sources(welcome)
         self._worker = Worker(
-            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies,
-            checkpoint=self._checkpoint or self._open(start),  # a spare opened it before, which suffices for its copies
+            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies, peers=peers,
+            checkpoint=checkpoint, times=welcome.times if welcome is not None else None,
         )  # fmt: skip
         self._copies = None  # goes when the worker has read from it
         gc.freeze()  # what imports left behind: collecting after a failure otherwise takes 0.2 s, while all wait
         return self._facts(uuid)
+
+    def _sources(self, welcome: Welcome | None) -> tuple[UnchangedCheckpoint | LateCheckpoint, RanksSource | None]:
+        """The checkpoint, and the ranks that give this one its weights where it cannot be read here. Raises CheckpointError."""
+        start, holders = (welcome.start, welcome.holders) if welcome is not None else (None, ())
+        try:
+            checkpoint = self._checkpoint or self._open(
+                start
+            )  # a spare opened it before, which suffices for its copies
+            if holders:
+                checkpoint.check()
+            return checkpoint, None
+        except CheckpointError as error:
+            if welcome is None or not holders:
+                raise
+            log.warning("rank %d takes its weights from other ranks: %s", self._rank, error)
+        model = self._config.model
+        late = LateCheckpoint(model.path, model.dtype, start=welcome.start, info=welcome.info)
+        return late, RanksSource(welcome.info, holders[self._rank % len(holders)], hurry=welcome.hurry)
 
     def _facts(self, uuid: str) -> RankFacts:
         return RankFacts(
@@ -294,7 +324,7 @@ class RankActor:
         assert worker is not None
         return Standing(
             notes=tuple(worker.explain()), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
-            weights_bytes=worker.weights_bytes,
+            weights_bytes=worker.weights_bytes, times=worker.known.tables,
         )  # fmt: skip
 
     def _adopt(self, layer: int, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from epserve.modular_kernel.known_times import KnownTable
 from epserve.modular_kernel.selection import Choice
 from epserve.step import Counters
 
@@ -41,12 +42,14 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a rank is in the present arrangement: `notes` on what it measured and chose, its backends, its experts' bytes."""
+    """What a rank is in the present arrangement: `notes` on what it measured and chose, its backends, its experts' bytes;
+    `times`: all that it knows of measured ones."""
 
     notes: tuple[str, ...]
     choices: tuple[Choice, ...]
     backends: tuple[str, str]
     weights_bytes: int
+    times: tuple[KnownTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

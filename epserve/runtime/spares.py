@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from epserve.models import Stamp
-
 from .members import Member
+from .newcomers import Welcome
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ class Spares:
         self._make, self._enough, self._timeout = make, enough, start_timeout_s
         self._ready: list[Member] = []
         self._filling: asyncio.Task | None = None
-        self.start: Stamp | None = None
+        self.welcome: Welcome | None = None
         """What the checkpoint looked like when the service started: a spare takes no other one."""
 
     @property
@@ -71,7 +70,7 @@ class Spares:
         while len(self._ready) < self._enough:
             spare = self._make()
             try:
-                outcome = await spare.call("warm", self.start, timeout=self._timeout)
+                outcome = await spare.call("warm", self.welcome, timeout=self._timeout)
             except asyncio.CancelledError:
                 self._drop(spare)
                 raise

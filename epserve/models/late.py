@@ -1,0 +1,34 @@
+"""The checkpoint of a rank that started without it: its weights came from other ranks, and the files may still appear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .checkpoint import LayerWeights
+from .info import ModelInfo
+from .unchanged import Stamp, UnchangedCheckpoint
+
+
+class LateCheckpoint:
+    """As UnchangedCheckpoint, which it becomes once the files of the service's start are there. Reads nothing when it is made."""
+
+    def __init__(self, path: Path, dtype: str, *, start: Stamp, info: ModelInfo):
+        self.info = info
+        self._path, self._dtype, self._start = path, dtype, start
+        self._opened: UnchangedCheckpoint | None = None
+
+    def check(self) -> None:
+        """Raises CheckpointError where it cannot be read."""
+        self._open().check()
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
+        """Raises CheckpointError."""
+        return self._open().load_layer(layer, experts, device)
+
+    def _open(self) -> UnchangedCheckpoint:
+        if self._opened is None:
+            self._opened = UnchangedCheckpoint(self._path, self._dtype, start=self._start)
+        return self._opened

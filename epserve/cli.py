@@ -44,7 +44,7 @@ def _top(
     if version:
         print(f"epserve {__version__}")
         raise typer.Exit
-    if context.invoked_subcommand not in ("serve", "front-end"):  # these have handlers of their own
+    if context.invoked_subcommand not in ("serve", "front-end", "demo"):  # these have handlers of their own
         entry.as_usual()
     level = logging.DEBUG if verbose else logging.INFO
     logs.configure(level=level)

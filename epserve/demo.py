@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import shutil
+import signal
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
+from epserve.entry import say_stopped
 from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.process import Listen, until_signalled
 from epserve.service import running
 
 FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
@@ -30,6 +36,8 @@ SIZES: dict[str, Any] = {"hidden": 256, "intermediate": 128, "num_experts": 16, 
 BATCHES = (1, 7, 64, 250)  # tokens; odd sizes too, since real batches have them
 TOLERANCE = 1e-5  # relative L2 error in float32
 STILL_S = 10.0  # between two lines of a stage that lasts
+
+T = TypeVar("T")
 
 
 class Stages:
@@ -76,15 +84,23 @@ def run(
 ) -> bool:
     """Serve and compare one checkpoint after the other; True when every answer agrees with transformers.
 
-    since: where the seconds that are shown begin, by `time.monotonic`; default: now.
+    since: where the seconds that are shown begin, by `time.monotonic`; default: now. SIGINT and SIGTERM raise SystemExit,
+    whose code is 128 + the signal's number, once the ranks and the checkpoints are gone.
     """
     console = console or Console()
     stage = Stages(console, time.monotonic() if since is None else since)
     logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("epserve.process").setLevel(logging.INFO)  # what becomes of a signal
     warnings.filterwarnings("ignore")
     hf_logging.disable_progress_bar()  # ours is the only bar
     good = True
-    with tempfile.TemporaryDirectory(prefix="epserve-demo-") as folder, _progress(console) as progress:
+    faulthandler.enable()  # in place of Ray's handler of native crashes, which would take SIGTERM too
+    with (
+        _signals_exit(),
+        tempfile.TemporaryDirectory(prefix="epserve-demo-") as folder,
+        _progress(console) as progress,
+    ):
+        farewell = partial(_farewell, console, folder)
         for family, title in FAMILIES.items():
             stage(f"{title}: writing the checkpoint")
             bar = progress.add_task(f"{title}: writing the checkpoint", total=clients * len(BATCHES) + 3)
@@ -98,7 +114,8 @@ def run(
                     "server": {"port": 0},
                 }
             )
-            answers, status = asyncio.run(_serve_and_ask(config, path, clients, progress, bar, title, stage))
+            work = partial(_serve_and_ask, config, path, clients, progress, bar, title, stage)
+            answers, status = _until_done(work, farewell)
             stage(f"{title}: stopped")
             worst = max(answer.error for answer in answers)
             good &= worst <= TOLERANCE
@@ -113,15 +130,55 @@ def run(
     return good
 
 
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Between two services, which have handlers of their own: a SystemExit, so that the folder is removed on the way."""
+
+    def leave(number: int, frame: object) -> None:
+        say_stopped(number)
+        raise SystemExit(128 + number)
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, leave) for each in numbers}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _farewell(console: Console, folder: str) -> None:
+    """Where a signal ends the process and nothing is cleaned up."""
+    shutil.rmtree(folder, ignore_errors=True)
+    console.show_cursor(True)  # the bar hides it
+
+
+def _until_done(work: Callable[[Listen], Coroutine[Any, Any, T]], farewell: Callable[[], None]) -> T:
+    """What `work` gives. Raises SystemExit when a signal comes before."""
+    results: list[T] = []
+
+    async def kept(listen: Listen) -> None:
+        results.append(await work(listen))
+
+    code = asyncio.run(until_signalled(kept, own_process=True, farewell=farewell))
+    if not results:
+        raise SystemExit(code or 128 + signal.SIGINT)
+    return results[0]
+
+
 def _progress(console: Console) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console, transient=True)
 
 
-async def _serve_and_ask(config: Config, path: Path, clients: int, progress: Progress, bar, title: str, stage: Stages):
+async def _serve_and_ask(
+    config: Config, path: Path, clients: int, progress: Progress, bar: TaskID, title: str, stage: Stages, listen: Listen
+) -> tuple[list[Answer], Any]:
+    """The answers, and the engine's status after them."""
     async with contextlib.AsyncExitStack() as stack:
         async with stage.lasting(f"{title}: starting Ray and {config.engine.ranks} ranks"):
             engine, server = await stack.enter_async_context(running(config))
+        listen(partial(signal.raise_signal, signal.SIGTERM))  # a terminal that is closed ends the demo
         progress.update(bar, advance=1, description=f"{title}: asking")
         stage(f"{title}: transformers computes what is right")
         address = f"{config.server.host}:{server.port}"

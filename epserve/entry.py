@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -19,14 +18,19 @@ def main() -> None:
     cli.main()
 
 
-def leave(number: int, frame: Any) -> None:
+def leave(number: int, frame: object) -> None:
     """While there is nothing yet that would have to be ended."""
-    os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())
+    say_stopped(number)
     os._exit(128 + number)
 
 
+def say_stopped(number: int) -> None:
+    """From a signal's handler, which may have interrupted a print."""
+    os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())
+
+
 def as_usual() -> None:
-    """For commands that start nothing: Ctrl-C is a KeyboardInterrupt again, SIGTERM the system's."""
+    """For commands without handlers of their own: Ctrl-C is a KeyboardInterrupt again, SIGTERM the system's."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGTERM) is leave:

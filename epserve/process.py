@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,17 @@ Listen = Callable[[Callable[[], None]], None]
 """Once everything runs: takes what SIGHUP is to do."""
 
 
-async def until_signalled(work: Callable[[Listen], Coroutine], *, own_process: bool = False) -> int:
+def _nothing() -> None: ...
+
+
+async def until_signalled(
+    work: Callable[[Listen], Coroutine], *, own_process: bool = False, farewell: Callable[[], None] = _nothing
+) -> int:
     """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second one ends the process and all it started.
 
     Returns the process's exit code: 0, or 128 + the signal's number where that came before `work` called `listen`.
     own_process: this process is for `work` alone. A start that does not end within START_STOP_S is then ended with the process.
+    farewell: what is to be done where the process is ended so, without the clean-up of whoever runs in it.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -45,10 +52,10 @@ async def until_signalled(work: Callable[[Listen], Coroutine], *, own_process: b
     # NOTE: not by the loop's own handlers: the loop may be what is stuck.
     def on_signal(number: int, frame: Any) -> None:
         nonlocal code
-        arm(_at_once)
+        arm(partial(_at_once, farewell))
         code = 0 if ready else 128 + number
         if own_process and not ready:
-            _Watchdog(number).start()
+            _Watchdog(number, farewell).start()
         loop.call_soon_threadsafe(cancel, signal.Signals(number).name)
 
     def cancel(name: str) -> None:
@@ -82,17 +89,17 @@ def arm(handler: Callable[[int, Any], None]) -> None:
 class _Watchdog(threading.Timer):
     """Ends the process when it has not ended by itself."""
 
-    def __init__(self, number: int):
-        super().__init__(START_STOP_S, end_all, (number,))
+    def __init__(self, number: int, farewell: Callable[[], None]):
+        super().__init__(START_STOP_S, end_all, (number, farewell))
         self.daemon = True
 
 
-def _at_once(number: int, frame: Any) -> None:
+def _at_once(farewell: Callable[[], None], number: int, frame: Any) -> None:
     log.warning("%s again: stopping at once", signal.Signals(number).name)
-    end_all(number)
+    end_all(number, farewell)
 
 
-def end_all(number: int) -> None:
+def end_all(number: int, farewell: Callable[[], None] = _nothing) -> None:
     """This process as by the signal, and all that it started.
 
     Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
@@ -108,7 +115,10 @@ def end_all(number: int) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # at SIGTERM some would print a farewell
         time.sleep(0.02)
-    os._exit(128 + number)
+    try:
+        farewell()
+    finally:
+        os._exit(128 + number)
 
 
 def claim(ready_file: Path) -> None:

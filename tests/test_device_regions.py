@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 
 import grpc
@@ -19,6 +21,7 @@ from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge
 from epserve.models.demo import reference_block
 from epserve.runtime import members
 from epserve.runtime.device_memory import RankRegions, Refused, StepRows, as_json, from_json
+from epserve.runtime.peers import Peers
 from epserve.service import running
 from epserve.serving import client_cuda_region
 from epserve.serving import epserve_pb2 as pb
@@ -28,6 +31,7 @@ from epserve.step import DeviceRows, RegionRows
 from tests.checkpoints import LAYER, write
 from tests.fake_device_memory import FakeDeviceMemory, FakeGpuMemory, RankOnFakeGpu, uuid_of
 from tests.fake_engine import FakeEngine, serving
+from tests.front_ends import joining, ordering
 from tests.grpc_calls import connect, status_of, until
 from tests.region_calls import slice_
 
@@ -145,9 +149,9 @@ class TestRank:
             regions.view(where, 1, HIDDEN)
 
 
-async def test_a_front_end_without_ranks_of_its_own_or_with_the_switch_off_says_so():
+async def test_without_ranks_on_gpus_or_with_the_switch_off_it_says_so():
     async with serving(FakeEngine()) as server, AsyncClient(server.address) as client:
-        with pytest.raises(InvalidRequest, match="this front end has no ranks of its own"):
+        with pytest.raises(InvalidRequest, match="no ranks are here that could share memory of a GPU"):
             async with client.register_cuda_region(SIZE):
                 pass
     async with serving(FakeEngine(), cuda_regions=False) as server, AsyncClient(server.address) as client:
@@ -438,6 +442,44 @@ class TestService:
             with pytest.raises(TooLarge, match="max_region_bytes"):
                 async with client.register_cuda_region(1 << 25):
                     pass
+
+    @pytest.mark.parametrize("address", ["unix:@", "127.0.0.1:0"])
+    async def test_front_ends_that_have_joined_offer_them_too(self, service, address):
+        engine, _, reference = service
+        address += os.urandom(8).hex() if address.startswith("unix") else ""
+        x = tokens(70)
+        peers = [Peers(), Peers()]
+        async with contextlib.AsyncExitStack() as stack:
+            port = await stack.enter_async_context(ordering(engine, address, peers=peers[0]))
+            remote = await stack.enter_async_context(joining(port, peers=peers[1]))
+            server = await stack.enter_async_context(serving(remote, peers=peers[1]))
+            client = await stack.enter_async_context(AsyncClient(server.address))
+            assert remote.device_regions.offered == address.startswith("unix"), "as far as it can know"
+            with pytest.raises(InvalidRequest, match="gpu_uuid: no rank of this host computes on GPU"):
+                async with client.register_cuda_region(SIZE, device=7):
+                    pass
+            async with client.register_cuda_region(SIZE, device=1) as region:
+                assert len(engine.device_regions) == 1
+                y = await client.forward(LAYER, x, region=region)
+                torch.testing.assert_close(y, reference(x), rtol=1e-4, atol=1e-5)
+                ids = torch.zeros((70, 2), dtype=torch.int32)
+                ids[:, 1] = 5
+                routed = await client.forward(LAYER, x, ids, torch.ones(70, 2), region=region)
+                inline = await client.forward(LAYER, x, ids, torch.ones(70, 2))
+                torch.testing.assert_close(routed, inline, rtol=1e-4, atol=1e-5)
+                bad = x.clone()
+                bad[69, 63] = float("nan")
+                with pytest.raises(InvalidRequest, match="row 69, column 63: nan"):
+                    await client.forward(LAYER, bad, region=region)
+            await until(lambda: not len(engine.device_regions))
+            async with client.register_cuda_region(SIZE) as region:  # the front end loses its connection
+                remote._link._sock.shutdown(socket.SHUT_RDWR)
+                await until(lambda: remote.state() == "disconnected")
+                await until(lambda: remote.state() == "serving")
+                with pytest.raises(InvalidRequest, match="register it again"):
+                    await client.forward(LAYER, x, region=region)
+                await until(lambda: not len(engine.device_regions))
+        await until(lambda: not len(engine.device_regions))
 
     async def test_tritons_client_registers_uses_and_unregisters(self, service):
         _, server, _ = service

@@ -14,6 +14,7 @@ from epserve.errors import ConfigError, InvalidRequest, Overloaded
 
 from . import board, joined
 from .budgets import Claim
+from .guest_regions import GuestRegions, somewhere
 from .join_frames import JoinError, Make
 from .join_link import Link, parse_address
 from .peers import Peers, UseNews
@@ -171,6 +172,10 @@ class _Guest:
         self._arriving: dict[int, Callable[[], None]] = {}  # call -> what gives its room back
         self._news: UseNews | None = None
         self._neighbour: board.LinkNeighbour | None = None
+        self._regions = GuestRegions(lambda: getattr(port.engine, "device_regions", None), self._is_here)
+
+    def _is_here(self) -> bool:
+        return self._neighbour is not None and self._neighbour.place == self._port.peers.board.place
 
     def welcome(self) -> None:
         engine = self._engine
@@ -204,6 +209,8 @@ class _Guest:
             case "cancel":
                 if (task := self._running.get(header["call"])) is not None:
                     task.cancel()
+            case "close_region":
+                self._regions.close(int(header["number"]))
             case "change":
                 self._run(header["call"], self._change(header["call"], header))
             case "use":
@@ -258,6 +265,7 @@ class _Guest:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._regions.close_all()
         if self._news is not None:
             self._news.close()
         self._port.peers.budgets.forget(self)
@@ -266,6 +274,12 @@ class _Guest:
 
     def _begin(self, header: dict[str, Any], tensors: list[Any]) -> None:
         call = header["call"]
+        if call not in self._arriving:  # no bytes came: its rows lie on a GPU
+            try:
+                self._arriving[call] = self._take(header, 0)
+            except Overloaded as error:
+                self._fail(call, error)
+                return
         give_back = self._arriving.pop(call)
         try:
             batch = self._batch(header, tensors)
@@ -280,6 +294,11 @@ class _Guest:
             task.add_done_callback(lambda _: give_back())
 
     def _batch(self, header: dict[str, Any], tensors: list[Any]) -> Batch:
+        device = header.get("device") or {}
+        source, target = self._regions.rows(device.get("source")), self._regions.rows(device.get("target"))
+        if source is not None:
+            info = self._engine.info
+            tensors = [somewhere(int(device["rows"]), info.hidden, info.dtype), *tensors]
         if len(tensors) not in (1, 3):
             raise InvalidRequest(f"tensors: {len(tensors)} came, must be 1 or 3", field="tensors")
         ids, weights = tensors[1:] if len(tensors) == 3 else (None, None)
@@ -294,6 +313,8 @@ class _Guest:
             priority=Priority(header["priority"]),
             trace=_Ticket(self, header["call"]),
             claim=Claim.from_json(header["claim"]) if header.get("claim") is not None else None,
+            source=source,
+            target=target,
         )
 
     def _run(self, call: int, work: Any) -> asyncio.Task[None]:
@@ -312,12 +333,14 @@ class _Guest:
             self._fail(call, error)
         else:
             left_out = sorted(getattr(batch, "left_out", ()))
-            self.link.send({"kind": "result", "call": call, "left_out": left_out}, [out_MK])
+            self.link.send({"kind": "result", "call": call, "left_out": left_out}, [] if out_MK.is_meta else [out_MK])
 
     async def _change(self, call: int, header: dict[str, Any]) -> None:
-        """What an administrator asked of the front end, which has checked that he is one."""
+        """What somebody asked of the front end, which has checked that he may."""
         try:
-            what: Any = {"rebalance": self._engine.rebalance, "scale": self._engine.scale}[header["what"]]
+            what: Any = self._regions.open
+            if header["what"] != "open_region":
+                what = {"rebalance": self._engine.rebalance, "scale": self._engine.scale}[header["what"]]
             done = await what(*header["args"])
         except Exception as error:
             self._fail(call, error)
@@ -332,5 +355,5 @@ class _Guest:
 
 
 def _tokens(header: dict[str, Any]) -> int:
-    """Rows of the first tensor."""
-    return int(header["tensors"][0][1][0])
+    """Rows of the first tensor, or those on a GPU."""
+    return int(header["device"]["rows"]) if header.get("device") else int(header["tensors"][0][1][0])

@@ -15,7 +15,7 @@ import torch
 
 from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, NotReady
 
-from . import board, joined
+from . import board, guest_regions, joined
 from .budgets import HERE
 from .join_frames import JoinError, Make
 from .join_link import Link, connect
@@ -60,6 +60,7 @@ class RemoteEngine:
         self._step_callbacks: list[Callable[[StepRecord], None]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = asyncio.Event()
+        self.device_regions = guest_regions.RemoteDeviceRegions(self._change, self._tell, self._shares_gpus)
         self._staying: asyncio.Task[None] | None = None
 
     @classmethod
@@ -103,6 +104,7 @@ class RemoteEngine:
         if self._link is not None and self._state not in ("serving", "recovering", "resizing"):
             raise NotReady(f"the service is {self._state}")
         routed = () if batch.ids is None or batch.weights is None else (batch.ids, batch.weights)
+        hidden = (batch.hidden,) if batch.source is None else ()
         header = {
             "kind": "forward",
             "layer": batch.layer,
@@ -111,8 +113,9 @@ class RemoteEngine:
             "client": batch.client,
             "priority": int(batch.priority),
             **({"claim": batch.claim.as_json()} if batch.claim is not None else {}),
+            **guest_regions.as_json(batch),
         }
-        return await self._ask(header, (batch.hidden, *routed), batch, batch.deadline + LATE_S)
+        return await self._ask(header, (*hidden, *routed), batch, batch.deadline + LATE_S)
 
     async def rebalance(self) -> Any:
         return await self._change("rebalance")
@@ -127,6 +130,15 @@ class RemoteEngine:
         self._fail_all(NotReady("this front end has stopped"))
         if not self.ended.cancel() and not self.ended.cancelled():
             self.ended.exception()  # seen
+
+    def _tell(self, header: dict[str, Any]) -> None:
+        """Lost with the connection, as what it would be about."""
+        if self._link is not None:
+            self._link.send(header)
+
+    def _shares_gpus(self) -> bool:
+        """Whether the ranks may be on this host and on GPUs; the other process knows for certain."""
+        return self._address.startswith("unix:") and any(rank.gpu_uuid for rank in self._status.ranks)
 
     async def _change(self, what: str, *args: Any) -> Any:
         header = {"kind": "change", "what": what, "args": args}
@@ -218,7 +230,7 @@ class RemoteEngine:
         else:
             if call.batch is not None and header["left_out"]:
                 call.batch.left_out.update(header["left_out"])
-            call.future.set_result(tensors[0])
+            call.future.set_result(tensors[0] if tensors else _elsewhere(call.batch))
 
     def step(self, header: dict[str, Any]) -> None:
         now, record = time.monotonic(), header["record"]
@@ -261,6 +273,14 @@ class RemoteEngine:
                 callback(state)
             except Exception:
                 log.exception("a state listener failed")
+
+
+def _elsewhere(batch: Batch | None) -> torch.Tensor:
+    """The result of a request that wants it on a GPU."""
+    if batch is None or batch.target is None:
+        raise JoinError("a result without values")
+    rows, hidden = batch.hidden.shape
+    return guest_regions.somewhere(rows, hidden, batch.hidden.dtype)
 
 
 class _Receiver:

@@ -7,7 +7,7 @@ rank checks the handle, the true size, the proof and the values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from epserve.step import RegionRows
 
 if TYPE_CHECKING:
     from epserve.runtime.device_regions import DeviceRegion, DeviceRegions
+    from epserve.runtime.guest_regions import RemoteDeviceRegions
 
 DTYPES = (pb.BF16, pb.FP16, pb.FP32)
 """That the rank converts to the model's, and back, as it copies."""
@@ -33,8 +34,8 @@ class CudaRegion(Region):
     """A window of an allocation on a GPU. `close` tells the rank, once the last call that uses the region is over."""
 
     def __init__(
-        self, device: DeviceRegion, close: Callable[[DeviceRegion], None], *, owner: str, name: str, lease_s: float | None,
-        device_id: int = 0,
+        self, device: DeviceRegion | RemoteDeviceRegion, close: Callable[[Any], None], *, owner: str, name: str,
+        lease_s: float | None, device_id: int = 0,
     ):  # fmt: skip
         super().__init__(owner=owner, name=name, key="", offset=device.offset, size=device.size, lease_s=lease_s, fd=-1)
         self.gpu_uuid = device.gpu_uuid
@@ -59,9 +60,11 @@ class CudaRegion(Region):
 
 
 class CudaRegistry:
-    """What both protocols register with. `ranks`: the engine's, None where the ranks are another process's."""
+    """What both protocols register with. `ranks`: the engine's, None where it has none."""
 
-    def __init__(self, regions: Regions, limits: ServerConfig, ranks: Callable[[], DeviceRegions | None]):
+    def __init__(
+        self, regions: Regions, limits: ServerConfig, ranks: Callable[[], DeviceRegions | RemoteDeviceRegions | None]
+    ):
         self._regions, self._limits, self._ranks = regions, limits, ranks
 
     @property
@@ -81,7 +84,9 @@ class CudaRegistry:
         check_proof(proof, size)
         ranks = self._checked(owner, memory.handle, offset, size)
         device = await ranks.open(handle=memory.handle, offset=offset, size=size, proof=proof, gpu_uuid=memory.gpu_uuid)
-        return self._add(ranks, device, CudaRegion(device, ranks.close, owner=owner, name=drawn_name(), lease_s=None))
+        return self._add(
+            ranks.close, device, CudaRegion(device, ranks.close, owner=owner, name=drawn_name(), lease_s=None)
+        )
 
     async def register_leased(self, owner: str, *, name: str, handle: bytes, device_id: int, size: int) -> CudaRegion:
         """As `Regions.register_leased`."""
@@ -90,14 +95,14 @@ class CudaRegistry:
         device = await ranks.open(handle=handle, offset=0, size=size, device_id=device_id)
         lease_s = self._limits.region_lease_s
         region = CudaRegion(device, ranks.close, owner=owner, name=name, lease_s=lease_s, device_id=max(device_id, 0))
-        return self._add(ranks, device, region)
+        return self._add(ranks.close, device, region)
 
-    def _checked(self, owner: str, handle: bytes, offset: int, size: int) -> DeviceRegions:
+    def _checked(self, owner: str, handle: bytes, offset: int, size: int) -> DeviceRegions | RemoteDeviceRegions:
         if not self._limits.cuda_regions:
             raise InvalidRequest("region: CUDA regions are switched off (server.cuda_regions)", field="region")
         ranks = self._ranks()
         if ranks is None:
-            text = "region: this front end has no ranks of its own; register CUDA regions at the one that started them"
+            text = "region: no ranks are here that could share memory of a GPU; use a region of system memory"
             raise InvalidRequest(text, field="region")
         if len(handle) != HANDLE_BYTES:
             text = f"handle: {len(handle)} bytes, a cudaIpcMemHandle_t has {HANDLE_BYTES}"
@@ -108,11 +113,11 @@ class CudaRegistry:
         self._regions.check_size(owner, size)
         return ranks
 
-    def _add(self, ranks: DeviceRegions, device: DeviceRegion, region: CudaRegion) -> CudaRegion:
+    def _add(self, close: Callable[[Any], None], device: Any, region: CudaRegion) -> CudaRegion:
         try:
             self._regions.add(region)  # what was checked before the rank was asked may have changed since
         except BaseException:
-            ranks.close(device)
+            close(device)
             raise
         return region
 

@@ -22,7 +22,7 @@ from epserve.step import RegionRows
 
 if TYPE_CHECKING:
     from epserve.runtime.device_regions import DeviceRegion, DeviceRegions
-    from epserve.runtime.guest_regions import RemoteDeviceRegions
+    from epserve.runtime.guest_regions import RemoteDeviceRegion, RemoteDeviceRegions
 
 DTYPES = (pb.BF16, pb.FP16, pb.FP32)
 """That the rank converts to the model's, and back, as it copies."""

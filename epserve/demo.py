@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 import shutil
 import signal
 import statistics
@@ -26,7 +27,6 @@ from transformers.utils import logging as hf_logging
 
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
-from epserve.entry import say_stopped
 from epserve.models.demo import reference_block, write_demo_checkpoint
 from epserve.process import Listen, until_signalled
 from epserve.service import running
@@ -135,7 +135,7 @@ def _signals_exit() -> Iterator[None]:
     """Between two services, which have handlers of their own: a SystemExit, so that the folder is removed on the way."""
 
     def leave(number: int, frame: object) -> None:
-        say_stopped(number)
+        os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())  # it may have interrupted a print
         raise SystemExit(128 + number)
 
     numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]

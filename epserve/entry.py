@@ -20,13 +20,8 @@ def main() -> None:
 
 def leave(number: int, frame: object) -> None:
     """While there is nothing yet that would have to be ended."""
-    say_stopped(number)
-    os._exit(128 + number)
-
-
-def say_stopped(number: int) -> None:
-    """From a signal's handler, which may have interrupted a print."""
     os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())
+    os._exit(128 + number)
 
 
 def as_usual() -> None:

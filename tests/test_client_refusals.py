@@ -10,8 +10,8 @@ from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded
 from epserve.serving.attempts import Attempts
 from epserve.serving.client_region import ClientRegion
+from tests.clients import serving_in_thread
 from tests.fake_engine import FakeEngine, serving
-from tests.test_client import serving_in_thread
 
 NOBODY = "127.0.0.1:1"
 X = torch.ones(2, 32)

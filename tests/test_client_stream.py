@@ -12,15 +12,11 @@ from epserve import errors
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.serving.server import Server
 from epserve.serving.stream import StreamSession
+from tests.clients import QUICK, hang
 from tests.fake_engine import FakeEngine, echo, serving
 from tests.grpc_calls import until
 
-QUICK = ClientOptions(retry=RetryPolicy(first_s=0.01, longest_s=0.05), timeout_s=50)
 LARGE = 16000  # rows of 32 floats: two frames
-
-
-async def hang(batch):
-    await asyncio.sleep(60)
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ import torch
 
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy, Tls
 from epserve.errors import ConfigError, NotReady
+from tests.clients import serving_in_thread
 from tests.fake_engine import FakeEngine, serving
-from tests.test_client import serving_in_thread
 
 NOBODY = "127.0.0.1:1"
 X = torch.ones(2, 32)

@@ -350,7 +350,7 @@ async def test_a_change_goes_on_when_its_caller_gives_up(engine, paths, caplog):
         with pytest.raises(asyncio.CancelledError):
             await asking
         end = time.monotonic() + 240
-        while len(engine.status().ranks) != ranks or engine.state() != "serving" or engine._pool.changes._one.locked():
+        while len(engine.status().ranks) != ranks or engine.state() != "serving" or engine._pool.changes._one.busy:
             assert time.monotonic() < end  # it serves again a moment before the change has ended
             await asyncio.sleep(0.02)
         assert f"scale to {ranks} ranks: whoever asked for it has gone; it goes on" in caplog.text

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from epserve.boot import boot_id
 from epserve.errors import CheckpointError
 
 from .checkpoint import LayerWeights, open_checkpoint
@@ -32,7 +33,6 @@ WHOLE_BYTES = 4 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 """Of larger files: one sample in each of so many equal parts, 1 MiB a file. A checkpoint of 163 files of 4 GB each: 163 MiB."""
 READERS = 8  # files at once: on network storage each read waits for its answer
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Stamp:
     def take(cls, path: Path) -> Stamp:
         """By the files' sizes and times alone: no data is read. Raises CheckpointError where a file is missing."""
         try:
-            host = BOOT_ID.read_text().strip()
+            host = boot_id()
             found = [(name, (path / name).stat()) for name in _names(path)]
             return cls(
                 path=path,

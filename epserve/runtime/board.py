@@ -12,8 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
+
+from epserve.boot import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ Value = dict[str, Any]
 def this_place() -> str:
     """Equal for processes that see the same shared memory: one boot of one kernel, and one mount of /dev/shm."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/dev/shm').st_dev}"
+        return f"{boot_id()}/{os.stat('/dev/shm').st_dev}"
     except OSError:
         return ""
 

@@ -15,9 +15,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from ray.exceptions import RayError
@@ -30,14 +30,13 @@ from epserve.step import Arrangement
 
 from .failure import root_cause
 from .members import Member, as_error, call_all
+from .one_at_a_time import OneAtATime
 from .transport import LinkAddress
 
 if TYPE_CHECKING:
     from .pool import Pool
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 GROW_RETRY_S = 5.0
 GROW_RETRY_LATER_S = 60.0  # where only an operator can help: each attempt costs the start of a process
@@ -78,10 +77,9 @@ class Changes:
     def __init__(self, pool: Pool):
         self._pool = pool
         self._versions = itertools.count(1)
-        self._one = asyncio.Lock()
+        self._one = OneAtATime()
         self._full: Arrangement | None = None  # what to grow back to
         self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each expert when its placement began
-        self._tasks: set[asyncio.Task] = set()
         self._came_from: Counter[str] = Counter()
         self.rebalances = 0
         self.skipped_layers = 0
@@ -90,10 +88,10 @@ class Changes:
 
     def start(self) -> None:
         if self._pool.config.engine.rebalance_every_s:
-            self._background(self._timer(self._pool.config.engine.rebalance_every_s))
+            self._one.background(self._timer(self._pool.config.engine.rebalance_every_s))
 
     def close(self) -> list[asyncio.Task]:
-        return list(self._tasks)
+        return list(self._one.tasks)
 
     def next_version(self) -> int:
         return next(self._versions)
@@ -114,7 +112,7 @@ class Changes:
         """
         if self._pool.missing:
             raise NotReady("a lost rank is being replaced, its experts are on no rank; ask again when it is back")
-        return await self._alone(self._rebalance(above, loads or {}), "rebalance")
+        return await self._one.alone(self._rebalance(above, loads or {}), "rebalance")
 
     async def _rebalance(self, above: float, given: dict[int, Sequence[float]]) -> Rebalance:
         pool, start = self._pool, time.monotonic()
@@ -201,7 +199,7 @@ class Changes:
     async def _timer(self, pause: float) -> None:
         while True:
             await asyncio.sleep(pause)
-            if self._pool.serving.is_set() and not self._one.locked():
+            if self._pool.serving.is_set() and not self._one.busy:
                 try:
                     await self.rebalance(above=self._pool.config.engine.rebalance_above)
                 except (EpserveError, RayError) as error:
@@ -214,7 +212,7 @@ class Changes:
 
         It goes on when its caller gives up. As many ranks as there are: nothing happens.
         """
-        return await self._alone(self._scale(ranks), f"scale to {ranks} ranks")
+        return await self._one.alone(self._scale(ranks), f"scale to {ranks} ranks")
 
     async def _scale(self, ranks: int) -> Resize:
         pool = self._pool
@@ -338,13 +336,13 @@ class Changes:
         self._counted.clear()
 
     def grow_back(self) -> None:
-        if self._full is not None and not any(task.get_name() == "grow back" for task in self._tasks):
-            self._background(self._grow_back(), name="grow back")
+        if self._full is not None and not any(task.get_name() == "grow back" for task in self._one.tasks):
+            self._one.background(self._grow_back(), name="grow back")
 
     async def _grow_back(self) -> None:
         while True:
             pause = GROW_RETRY_S
-            async with self._one:
+            async with self._one.turn():
                 try:
                     await self._steady()
                     if (full := self._full) is None:
@@ -373,40 +371,3 @@ class Changes:
                 raise NotReady(stuck)
             await self._pool.supervisor.settled(POLL_S)
             await asyncio.sleep(0.01)
-
-    async def _alone(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """`work` to its end, whatever becomes of its caller: half a change is no state to be in. Raises NotReady."""
-        if self._one.locked():
-            work.close()
-            raise NotReady("another change of ranks or experts is under way; ask again when it is done")
-        await self._one.acquire()  # at once: it is free
-
-        async def to_the_end() -> T:
-            try:
-                return await work
-            finally:
-                self._one.release()
-
-        task = self._background(to_the_end(), name=what)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.done():
-                log.warning("%s: whoever asked for it has gone; it goes on", what)
-                task.add_done_callback(_tell)
-            raise
-
-    def _background(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _tell(task: asyncio.Task) -> None:
-    """How a change ended that nobody waits for."""
-    if task.cancelled():
-        log.warning("%s: given up, the service stops", task.get_name())
-    elif error := task.exception():
-        log.warning("%s: %s", task.get_name(), error)

@@ -1,0 +1,68 @@
+"""Changes of a running service: at most one is under way, and each goes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from epserve.errors import NotReady
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OneAtATime:
+    """Of one event loop. `tasks`: all that were started here and still run, for whoever ends the loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.tasks: set[asyncio.Task] = set()
+
+    @property
+    def busy(self) -> bool:
+        return self._lock.locked()
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """`async with one.turn():` waits for what is under way; nothing else runs in the block."""
+        return self._lock
+
+    async def alone(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """`work` to its end, whatever becomes of its caller: half a change is no state to be in. Raises NotReady."""
+        if self.busy:
+            work.close()
+            raise NotReady("another change of ranks or experts is under way; ask again when it is done")
+        await self._lock.acquire()  # at once: it is free
+
+        async def to_the_end() -> T:
+            try:
+                return await work
+            finally:
+                self._lock.release()
+
+        task = self.background(to_the_end(), name=what)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                log.warning("%s: whoever asked for it has gone; it goes on", what)
+                task.add_done_callback(_tell)
+            raise
+
+    def background(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+def _tell(task: asyncio.Task) -> None:
+    """How a change ended that nobody waits for."""
+    if task.cancelled():
+        log.warning("%s: given up, the service stops", task.get_name())
+    elif error := task.exception():
+        log.warning("%s: %s", task.get_name(), error)

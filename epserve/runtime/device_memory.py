@@ -59,7 +59,7 @@ class CudaMemory:
         self._device = device
 
     def open(self, handle: bytes) -> _OpenedCuda:
-        torch.cuda.set_device(self._device)  # makes its context this thread's, which the driver's calls need
+        torch.cuda.synchronize(self._device)  # makes its context this thread's, which the driver's calls need
         return _OpenedCuda(handle, self._device)
 
 

@@ -6,7 +6,8 @@
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
 with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare
-(or one rank with `--spares 0`), so that a standby takes the place of one, or with `--standbys 0` a process has to start. The
+(or one rank with `--spares 0`), so that a standby takes the place of one, or with `--standbys 0` a process has to start; `scale`:
+no fault, but one rank more and one less again while a client asks without pause, and how long requests waited each time. The
 first good answer is the first one to a request that was sent after the fault; it is compared with the reference. With copies of
 all experts `rejoined` is when the lost rank is back.
 """
@@ -38,7 +39,7 @@ from .sharing import add_option, cluster_section, sharing
 
 LAYER = 1
 PHASES = ("prepare", "experts", "finalize")
-FAULTS = ("idle", *PHASES, "stop", "cold")
+FAULTS = ("idle", *PHASES, "stop", "cold", "scale")
 HANG_S = 300.0
 CALM_S = 1.0  # between faults, once everything is as it was
 TOLERANCE = {torch.float32: (1e-5, 0.0), torch.bfloat16: (1.5e-2, 0.05)}
@@ -103,6 +104,31 @@ class Bench:
         ready = len(status.ranks), status.spares, self.engine._pool.standbys.ready
         return status.state == "serving" and ready == (engine.ranks, engine.spares, engine.standbys)
 
+    async def resize(self) -> list[dict]:
+        await self.until(self.whole)
+        stop, asking = False, []
+
+        async def client() -> None:
+            while not stop:
+                start = time.monotonic()
+                await self.ask()
+                asking.append(time.monotonic() - start)
+
+        task, ranks, found = asyncio.ensure_future(client()), self.engine.config.engine.ranks, []
+        for wanted in (ranks + 1, ranks):
+            await asyncio.sleep(CALM_S)
+            asking.clear()
+            done = await self.engine.scale(wanted)
+            await self.ask()
+            found.append({
+                "fault": "scale", "by": f"{done.before} -> {done.after}", "paused_s": round(done.paused_s, 4),
+                "seconds_s": round(done.seconds, 4), "slowest_answer_s": round(max(asking, default=0.0), 4), "stages_s": {},
+                "load": round(os.getloadavg()[0], 2),
+            })  # fmt: skip
+        stop = True
+        await task
+        return found
+
     async def fault(self, kind: str, number: int) -> dict:
         pool = self.engine._pool
         await self.until(self.whole)
@@ -165,8 +191,9 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
         }  # fmt: skip
         for kind in args.faults:
             for number in range(args.cold_repeats if kind == "cold" else args.repeats):
-                each.append(await bench.fault(kind, number))
-                print(json.dumps(each[-1]), flush=True)
+                new = await bench.resize() if kind == "scale" else [await bench.fault(kind, number)]
+                each += new
+                print(*map(json.dumps, new), sep="\n", flush=True)
     finally:
         await engine.close()
     return {
@@ -192,7 +219,7 @@ def _memory_mib(processes: list) -> dict[str, int]:
 def summary(each: list[dict], heartbeat_s: float) -> dict:
     """p50 and longest of each time; of a stop also what comes on top of the heartbeat."""
     found: dict = {"repeats": len(each), "by": sorted({one["by"] for one in each})}
-    for name in ("noticed_s", "rebuild_s", "answered_s", "rejoined_s"):
+    for name in ("noticed_s", "rebuild_s", "answered_s", "rejoined_s", "paused_s", "seconds_s", "slowest_answer_s"):
         if values := [one[name] for one in each if name in one]:
             found[name] = {"p50": round(statistics.median(values), 3), "max": round(max(values), 3)}
     if each and each[0]["fault"] == "stop":

@@ -24,6 +24,7 @@ from epserve.errors import DeadlineExceeded, RankFailed
 from epserve.models.demo import reference_block
 from epserve.runtime.engine import Batch
 from epserve.runtime.groups import hang_up
+from epserve.runtime.rank import RankActor
 from epserve.serving.server import Server
 from tests.checkpoints import LAYER, write
 from tests.recovering import (
@@ -370,3 +371,23 @@ async def test_an_uncaught_exception_is_seen(path):
     assert "Failed to connect to GCS" not in done.stderr
     assert done.returncode == 1
     assert time.monotonic() - start < 250
+
+
+class PoorSpare(RankActor):
+    """A spare for whose experts there is no memory when it takes over."""
+
+    def _take_over(self, *args):
+        raise MemoryError("DefaultCPUAllocator: can't allocate memory")
+
+
+async def test_a_spare_with_too_little_memory_is_passed_over(path, reference, monkeypatch):
+    monkeypatch.setattr("epserve.runtime.members.RankActor", PoorSpare)
+    async with running(path, ranks=2, spares=1) as engine:
+        await spare(engine)
+        before = pids(engine)
+        os.kill(before[1], signal.SIGKILL)
+        await until(lambda: engine.state() != "serving", NOTICE_S, "noticing the kill")
+        await back(engine)
+        assert engine._pool.recoveries[-1].by == "process"
+        assert [mine == old for mine, old in zip(pids(engine), before, strict=True)] == [True, False]
+        await ask(engine, reference)

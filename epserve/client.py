@@ -19,21 +19,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from epserve import allocator
-from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
+from epserve.errors import DeadlineExceeded, EpserveError, NotReady
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, tracing
 from epserve.serving.attempts import Attempts, Cancellation, ForwardFuture, Readiness
-from epserve.serving.client_checks import check_kind, check_target
 from epserve.serving.client_cuda_region import CudaClientRegion
 from epserve.serving.client_region import ClientRegion
+from epserve.serving.endpoint import Endpoint
 from epserve.serving.exchange import OutgoingRequest, ReplyAssembly, WireFormat
 from epserve.serving.frames import experts_stub
 from epserve.serving.options import ClientOptions, RetryPolicy, Tls
@@ -51,56 +49,10 @@ __all__ = [
 ]
 
 AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
-POLL_S = 0.1
+POLL_S = 0.1  # between two looks at a service that is not ready
 
 
-class _Endpoint:
-    """What both clients know."""
-
-    def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | str | None):
-        check_target(target)
-        options = options or ClientOptions()
-        check_kind("options", options, ClientOptions)
-        if token is not None:
-            options = replace(options, token=token)
-        if tls_ca is not None:
-            options = replace(options, tls=replace(options.tls or Tls(), ca=tls_ca))
-        self.target, self.options = target, options
-        self._closed = False
-        allocator.expect_messages()
-
-    def _attempts(self, timeout: float | None) -> Attempts:
-        return Attempts(self.options.retry, self.options.timeout_s if timeout is None else timeout)
-
-    def _request(
-        self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any,
-        request_id: str, region: ClientRegion | CudaClientRegion | None, wire_format: WireFormat,
-    ) -> OutgoingRequest:  # fmt: skip
-        return OutgoingRequest(
-            layer,
-            hidden,
-            topk_ids,
-            topk_weights,
-            request_id=request_id,
-            region=region,
-            wire_format=wire_format,
-            priority=self.options.priority,
-        )
-
-    def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:
-        """Of an attempt to register a region: what to raise, or to try again after."""
-        if attempts.over or isinstance(error, TimeoutError):
-            return DeadlineExceeded(f"{self.target} did not register the region in time")
-        if isinstance(error, grpc.RpcError):
-            return status.error_of_rpc(error)
-        return NotReady(f"{self.target} ended the call before the region was registered; it may be stopping")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CallerError(f"this client of {self.target} is closed")
-
-
-class Client(_Endpoint):
+class Client(Endpoint):
     """Blocking calls over one channel; safe to share between threads.
 
     `target`: "host:port" or "unix:/path/of/socket". `token` and `tls_ca` stand for the options that most set-ups need.
@@ -128,9 +80,12 @@ class Client(_Endpoint):
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
-        """The layer's output for `hidden` (tokens, hidden size): same kind, dtype and device. Raises EpserveError.
+        """The layer's output for `hidden`, (tokens, hidden size) bf16, fp16 or fp32: same shape, kind, dtype and device.
 
-        region: one of `register_region`, for large tensors on one host; wire_format: fp8 for half the bytes on the wire.
+        topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none; topk_weights: floats of that shape. Without both
+        the layer's gate chooses, and shared experts are added. timeout: seconds, default `ClientOptions.timeout_s`. request_id:
+        for logs on both sides. region: of `register_region` or `register_cuda_region`, for large tensors on one host.
+        wire_format: fp8 for half the bytes. Raises CallerError at once; ServiceError when no attempt was in time.
         """
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         return self._forward(request, self._attempts(timeout), None)
@@ -150,7 +105,10 @@ class Client(_Endpoint):
 
     @contextmanager
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
-        """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them."""
+        """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them.
+
+        timeout: seconds for the registration. Raises as `forward`.
+        """
         self._check_open()
         with self._registered(ClientRegion(size), timeout) as region:
             yield region
@@ -188,10 +146,11 @@ class Client(_Endpoint):
         return self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
 
     def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
+        """How the service and each rank are doing; see docs/observability.md."""
         return self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
-        """Until the service is in the state "serving". Raises DeadlineExceeded that says what it saw last."""
+        """Until the state is "serving", at most `timeout` seconds. Raises DeadlineExceeded that says what it saw last."""
         waiting = Readiness(self.target, timeout)
         while True:
             try:
@@ -289,8 +248,8 @@ class Client(_Endpoint):
         raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
 
 
-class AsyncClient(_Endpoint):
-    """The same for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
+class AsyncClient(Endpoint):
+    """As Client, for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ with atheris.instrument_imports(include=["epserve.serving"]):
     from epserve.serving import codec, wire
     from epserve.serving import epserve_pb2 as pb
     from epserve.serving import inference_pb2 as kserve
-    from epserve.serving.kserve import to_forward_request
+    from epserve.serving.kserve_messages import to_forward_request
     from epserve.serving.regions import Regions
     from epserve.serving.stream import StreamSession  # noqa: F401  instruments what it imports
 

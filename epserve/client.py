@@ -146,7 +146,7 @@ class Client(Endpoint):
         return self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
 
     def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
-        """How the service and each rank are doing; see docs/observability.md."""
+        """How the service and each of its ranks are doing."""
         return self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:

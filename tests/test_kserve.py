@@ -21,7 +21,7 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
 from epserve.serving.codec import Door
-from epserve.serving.kserve import to_forward_request
+from epserve.serving.kserve_messages import to_forward_request
 from tests.fake_engine import FakeEngine, LocalExperts, serving, tiny_info
 from tests.grpc_calls import connect, status_of, until
 

@@ -1,6 +1,8 @@
 """A recovery, or another number of ranks, does not time again what is known: requests wait meanwhile."""
 
 import dataclasses
+import os
+import signal
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from epserve.worker import Worker
 from experts.grouped_mm import GroupedMMExperts
 from tests.checkpoints import LAYER, write
 from tests.ranks import run_ranks
+from tests.recovering import BACK_S, pids, running, until
 from tests.test_selection import LONG, SPEC, Clock, OtherGroupedMM, WrongExperts, measured, weights
 
 MORE = dataclasses.replace(
@@ -200,3 +203,26 @@ def fewer(ranks: RankContext, path):
     finally:
         epserve.rank_kernels.measure = before
     return (3 if ranks.rank == 2 else 2), len(timed), worker.explain()
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(400)
+async def test_a_recovery_times_nothing_again(path):
+    """Times are kept in no file here: what serves after a loss, and on the rank that comes back, was measured at the start."""
+    async with running(path, ranks=2, redundant_experts=8, experts="auto", experts_times=None) as engine:
+
+        def times():
+            return [
+                {choice.rows: dict(choice.seconds) for choice in rank.experts_choices} for rank in engine.status().ranks
+            ]
+
+        before = times()
+        assert len(before) == 2 and all(before) and "number of ranks changed" not in engine.status().backends
+        os.kill(pids(engine)[1], signal.SIGKILL)
+        await until(lambda: engine._pool.recoveries and engine.state() == "serving", BACK_S, "a bridged loss")
+        if len(engine.status().ranks) == 1:  # not back yet
+            assert times() == before[:1] and "before the number of ranks changed" in engine.status().backends
+        await until(lambda: len(engine.status().ranks) == 2 and engine.state() == "serving", BACK_S, "growing back")
+        after = times()
+        assert after[0] == before[0] and after[1] in before
+        assert "number of ranks changed" not in engine.status().backends

@@ -39,32 +39,43 @@ def alike(got, want):
 
 
 def config_of(path, **engine):
-    section = {"device": "cpu", "experts": "loop", **engine}
+    section = {"device": "cpu", "experts": "loop", "experts_times": None, **engine}
     return parse_config({"model": {"path": str(path)}, "engine": section})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gate_shared_experts_and_experts_come_from_ranks(family, tmp_path):
-    path = write(family, tmp_path / "model", dtype=torch.bfloat16)
-    config = config_of(path)
-    there = Worker(config, RankContext())
+    from_ranks(write(family, tmp_path / "model", dtype=torch.bfloat16), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_they_come_from_and_to_gpus(family, tmp_path):
+    sizes = {"hidden": 512, "intermediate": 256}
+    from_ranks(write(family, tmp_path / "model", dtype=torch.bfloat16, **sizes), torch.device("cuda", 0), "triton")
+
+
+def from_ranks(path, device, experts="loop"):
+    config = config_of(path, device=device.type, experts=experts)
+    there = Worker(config, RankContext(device=device))
     there.load()
     there.warm_up()
     server = ExpertServer(there.held)
-    start, gone = Stamp.take(path).with_digest(), tmp_path / "gone"
+    start, gone = Stamp.take(path).with_digest(), path.with_name("gone")
     path.rename(gone)
     late = LateCheckpoint(path, "auto", start=start, info=there.info)
     holders = {layer: {expert: [server.address] for expert in range(8)} for layer in there.plan.layers}
     peers = RanksSource(there.info, holders, hurry=True)
     with pytest.raises(CheckpointError, match="No such file"):
-        Worker(config, RankContext(), checkpoint=late).load()
-    here = Worker(config, RankContext(), checkpoint=late, peers=peers)
+        Worker(config, RankContext(device=device), checkpoint=late).load()
+    here = Worker(config, RankContext(device=device), checkpoint=late, peers=peers)
     report = here.load()
     assert report.experts == tuple(range(8)) and report.weights_bytes == there.weights_bytes
     for layer in there.plan.layers:
         alike(tensors_of(here._layers[layer]), tensors_of(there._layers[layer]))
     here.warm_up()
-    x = torch.randn((9, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn((9, there.info.hidden), generator=torch.Generator().manual_seed(3)).bfloat16()
     plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(9,))
     assert same(here.step(plan, x, None, None), there.step(plan, x, None, None))
     with pytest.raises(CheckpointError, match="No such file"):

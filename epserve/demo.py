@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
+from epserve import ranges
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
 from epserve.models.demo import reference_block, write_demo_checkpoint
@@ -218,7 +219,7 @@ def _report(console: Console, title: str, answers: list[Answer], status, worst: 
         "rank", "process", "device", "experts", "tokens", title=f"{title}: where the experts were", title_justify="left"
     )
     for rank in status.ranks:
-        table.add_row(str(rank.rank), str(rank.pid), rank.device, _ranges(rank.experts), str(rank.tokens_done))
+        table.add_row(str(rank.rank), str(rank.pid), rank.device, ranges.shown(rank.experts), str(rank.tokens_done))
     console.print(table)
     times = [answer.ms for answer in answers]
     tokens = sum(answer.num_tokens for answer in answers)
@@ -227,14 +228,3 @@ def _report(console: Console, title: str, answers: list[Answer], status, worst: 
         f" latency p50 {statistics.median(times):.1f} ms, max {max(times):.1f} ms"
     )
     console.print(f"{title}: max relative error {worst:.2e} (allowed {TOLERANCE:.0e})")
-
-
-def _ranges(ids) -> str:
-    """(0, 1, 2, 5) -> "0-2, 5"."""
-    parts: list[list[int]] = []
-    for value in sorted(ids):
-        if parts and value == parts[-1][1] + 1:
-            parts[-1][1] = value
-        else:
-            parts.append([value, value])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts) or "none"

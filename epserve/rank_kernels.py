@@ -20,7 +20,6 @@ from epserve.modular_kernel import (
     ExpertWeights,
     FusedMoEExpertsModular,
     FusedMoEModularKernel,
-    LayerSpec,
     RankContext,
     Routing,
     Workspaces,
@@ -322,7 +321,3 @@ class RankKernels:
 
     def _example(self, num_tokens: int) -> tuple[torch.Tensor, Routing]:
         return example(self.plan.spec, num_tokens, self.ranks)
-
-
-def spec_for(spec: LayerSpec, *, cuda_graph: bool) -> LayerSpec:
-    return replace(spec, cuda_graph=cuda_graph)

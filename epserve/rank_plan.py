@@ -10,6 +10,7 @@ import torch
 
 import all2all
 import experts
+from epserve import ranges
 from epserve.backend_choice import Chosen, activation_format, choose_backends, describe, method_for
 from epserve.config import Config, EngineConfig
 from epserve.errors import ConfigError, Incompatible
@@ -284,7 +285,7 @@ def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
     unknown = sorted(set(config.model.layers) - set(info.layers))
     if unknown:
         raise ConfigError(
-            f"model.layers: {unknown} are not MoE layers of {info.name} (those are {_ranges(info.layers)})"
+            f"model.layers: {unknown} are not MoE layers of {info.name} (those are {ranges.shown(info.layers)})"
         )
     return tuple(sorted(set(config.model.layers))) or info.layers
 
@@ -318,9 +319,3 @@ def kernel_options(config: Config) -> PrepareFinalizeOptions:
         dispatch_quantised=engine.dispatch_quantised,
         batches_in_flight=engine.batches_in_flight,
     )
-
-
-def _ranges(layers: tuple[int, ...]) -> str:
-    if layers == tuple(range(layers[0], layers[-1] + 1)) and len(layers) > 2:
-        return f"{layers[0]}..{layers[-1]}"
-    return ", ".join(map(str, layers))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from epserve.errors import HandleError
@@ -78,11 +77,3 @@ class Receiver(Generic[T]):
         self._book.take(self._ticket, "receiver")
         finish, self._finish = self._finish, None  # type: ignore[assignment]
         return finish()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferCounts:
-    """What one prepare moved, for metrics: rows this rank sent to others and rows it received from others."""
-
-    rows_sent: int
-    rows_received: int

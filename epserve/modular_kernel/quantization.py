@@ -43,10 +43,6 @@ class QuantConfig:
             raise ConfigError(f"quantisation {self.scheme!r} is not one of {', '.join(self.SCHEMES)}")
 
     @property
-    def quantises_activations(self) -> bool:
-        return self.scheme in ("fp8_tensor", "fp8_channel", "fp8_block", "int8_channel")
-
-    @property
     def dispatch_dtype(self) -> torch.dtype | None:
         """The dtype in which rows may be dispatched with their scales; None: only in the model's own dtype."""
         return FP8 if self.scheme == "fp8_block" else None

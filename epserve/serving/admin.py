@@ -10,11 +10,10 @@ from epserve.errors import PermissionDenied
 from epserve.serving import admin_pb2 as pb
 from epserve.serving import admin_pb2_grpc as pb_grpc
 from epserve.serving import status
+from epserve.serving.calls import is_on_this_host
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine
-
-LOCAL_PEERS = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 
 
 class AdminServicer(pb_grpc.AdminServicer):
@@ -47,7 +46,7 @@ class AdminServicer(pb_grpc.AdminServicer):
         return pb.ScaleReply(before=done.before, after=done.after, seconds=done.seconds, paused_seconds=done.paused_s)
 
     def _check(self, context: grpc.aio.ServicerContext) -> None:
-        if not self._guarded and not context.peer().startswith(LOCAL_PEERS):
+        if not self._guarded and not is_on_this_host(context.peer()):
             raise PermissionDenied(
                 f"{context.peer()} is on another machine and server.tokens_file is not set: Admin is for local callers,"
                 " or for tokens that are marked admin"

@@ -38,6 +38,11 @@ THREAD_BYTES = 4 << 20
 back takes as long as that."""
 
 
+def is_on_this_host(peer: str) -> bool:
+    """Of gRPC's name of a connection: over loopback or a Unix-domain socket."""
+    return unquote(peer).startswith(("unix:", "ipv4:127.", "ipv6:[::1]"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Where a call comes from. `peer`: gRPC's name of the connection; `account`: whose limits count."""
@@ -49,10 +54,6 @@ class Caller:
     def name(self) -> str:
         """The client to whom fairness and logs refer."""
         return self.account.name or self.peer
-
-    @property
-    def on_this_host(self) -> bool:
-        return unquote(self.peer).startswith(("unix:", "ipv4:127.", "ipv6:[::1]"))
 
 
 class Calls:
@@ -93,7 +94,7 @@ class Calls:
     def check_may_use_regions(self, caller: Caller) -> None:
         if not self.limits.regions:
             raise InvalidRequest("region: shared-memory regions are switched off (server.regions)", field="region")
-        if not caller.on_this_host:
+        if not is_on_this_host(caller.peer):
             text = "region: shared-memory regions are for clients that connect over loopback or the Unix-domain socket"
             raise InvalidRequest(text, field="region")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from epserve import ranges
 from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
@@ -117,7 +118,7 @@ class Door:
         priority: Priority = Priority.NORMAL,
     ) -> CheckedRequest:
         if request.layer not in self.layers:
-            served = _ranges(self.layers)
+            served = ranges.shown(self.layers)
             raise UnknownLayer(
                 f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})",
                 field="layer",
@@ -361,14 +362,3 @@ def _all_finite(x: torch.Tensor) -> bool:
     """A sum that is finite has only such terms, and is the quickest to compute. One that is not may have passed the largest
     number: then each value is looked at."""
     return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
-
-
-def _ranges(layers: tuple[int, ...]) -> str:
-    """3, 4, 5, 9 -> "3-5, 9"."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

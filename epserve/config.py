@@ -335,11 +335,16 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
+    """Raises ConfigError for a key below what is no section."""
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")
         target = data
         for section in sections:
-            target = target.setdefault(section, {})
+            if target.get(section) is None:  # not there, or all of its keys are commented out
+                target[section] = {}
+            if not isinstance(target[section], dict):
+                raise ConfigError(f"{dotted}: {section} is {target[section]!r}, which is no section and has no keys")
+            target = target[section]
         target[key] = value
     return data
 
@@ -380,6 +385,9 @@ def _explain(item) -> str:
     absent = item["type"] == "missing" or item["input"] is None
     if absent and item["loc"] in (("model",), ("model", "path")):
         return "model.path: missing; it names the folder with config.json and safetensors"
+    if item["type"] == "model_type":
+        remedy = "" if where == "model" else "; leave it out for the defaults"
+        return f"{where}: must hold keys and their values, got {item['input']!r}{remedy}"
     if item["type"] != "extra_forbidden":
         shown = "" if item["type"] == "missing" or isinstance(item["input"], dict) else f" (got {item['input']!r})"
         return f"{where or 'configuration'}: {item['msg'].removeprefix('Value error, ')}{shown}"

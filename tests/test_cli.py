@@ -103,6 +103,8 @@ def test_a_wrong_configuration_is_one_message(tmp_path, content, expected):
         ("engine: {ranks: 2}", r"model\.path: missing"),
         ("model: {}", r"model\.path: missing"),
         ("model:", r"model\.path: missing"),
+        ("model: {path: x}\nserver:", r"server: must hold keys and their values, got None; leave it out"),
+        ("model: 5", r"model: must hold keys and their values, got 5"),
         ("model: {path: x}\nserver: {tls_cert: a}", r"server: tls_key is missing.*tls_cert is set"),
         ("model: {path: x}\nserver: {tls_key: a}", r"server: tls_cert is missing.*tls_key is set"),
         ("model: {path: x}\nserver: {join_port: 0}", r"join_secret_file is missing.*join_port is set"),
@@ -202,6 +204,14 @@ def test_overrides_reach_nested_keys(tmp_path):
     path.write_text(yaml.safe_dump({"model": {"path": "x"}}))
     config = load_config(path, {"server.port": 0, "engine.ranks": 3})
     assert (config.server.port, config.engine.ranks) == (0, 3)
+
+
+def test_overrides_reach_a_section_whose_keys_are_commented_out_and_no_key_of_another_key(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: x}\nserver:\n#  port: 1\n")
+    assert load_config(path, {"server.port": 0}).server.port == 0
+    with pytest.raises(ConfigError, match=r"model\.path\.x: path is 'x', which is no section"):
+        load_config(path, {"model.path.x": 1})
 
 
 def test_configuration_is_frozen():

@@ -81,6 +81,7 @@ class Chosen:
         )
 
     def explain(self) -> str:
+        """For the log: the choice in a line, and one for each pair that was passed over."""
         passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
         timed = f" (each rank times it against {', '.join(self.rivals)})" if self.rivals else ""
         return "all-to-all {}, experts {}".format(*self.names) + timed + passed

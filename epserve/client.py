@@ -38,15 +38,8 @@ from epserve.serving.options import ClientOptions, RetryPolicy, Tls
 from epserve.serving.pipeline import Pipeline
 
 __all__ = [
-    "AsyncClient",
-    "Client",
-    "ClientOptions",
-    "ClientRegion",
-    "CudaClientRegion",
-    "RetryPolicy",
-    "Tls",
-    "WireFormat",
-]
+    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "RetryPolicy", "Tls", "WireFormat",
+]  # fmt: skip
 
 AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
 POLL_S = 0.1  # between two looks at a service that is not ready
@@ -272,6 +265,7 @@ class AsyncClient(Endpoint):
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
     ) -> Any:  # fmt: skip
+        """As Client.forward."""
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
         attempts = self._attempts(timeout)
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
@@ -293,6 +287,7 @@ class AsyncClient(Endpoint):
 
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
+        """As Client.register_region."""
         self._check_open()
         async with self._registered(ClientRegion(size), timeout) as region:
             yield region
@@ -301,6 +296,7 @@ class AsyncClient(Endpoint):
     async def register_cuda_region(
         self, size: int, *, device: Any = None, timeout: float | None = None
     ) -> AsyncIterator[CudaClientRegion]:
+        """As Client.register_cuda_region."""
         self._check_open()
         async with self._registered(CudaClientRegion(size, device), timeout) as region:
             yield region
@@ -322,12 +318,15 @@ class AsyncClient(Endpoint):
             region.close()
 
     async def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
+        """As Client.model."""
         return await self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
 
     async def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
+        """As Client.status."""
         return await self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
+        """As Client.wait_ready."""
         waiting = Readiness(self.target, timeout)
         while True:
             try:
@@ -340,6 +339,7 @@ class AsyncClient(Endpoint):
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
+        """Ends calls that are still running."""
         self._closed = True
         await self._channel.close(None)
 

@@ -116,6 +116,7 @@ class Path:
         )
 
     def capture(self, key: Hashable, weights: LayerWeights) -> None:
+        """Collective: graphs of these weights for every bucket, with and without shared experts."""
         if self.graphs is None:
             return
         assert self.kernel is not None
@@ -226,6 +227,7 @@ class RankKernels:
         )
 
     def check(self) -> None:
+        """Raises RankFailed, as FusedMoEPrepareAndFinalizeModular.check."""
         for path in self.paths.values():
             if path.kernel is not None:
                 path.kernel.prepare_finalize.check()
@@ -275,6 +277,7 @@ class RankKernels:
                 manager.interrupt()
 
     def leave(self) -> None:
+        """As Path.leave, of every path."""
         for path in self.paths.values():
             path.leave()
         self.ranks = replace(self.ranks, group=None)

@@ -282,6 +282,7 @@ def _knows(all2all_name: str, num_ranks: int) -> bool:
 
 
 def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
+    """Ascending; `model.layers`, or all. Raises ConfigError for those that the model has not."""
     unknown = sorted(set(config.model.layers) - set(info.layers))
     if unknown:
         raise ConfigError(

@@ -26,11 +26,12 @@ class Attempts:
         self._began = 0.0
 
     def remaining(self) -> float:
-        """Seconds until the deadline, and a little where it has passed: a wait of zero means other things to other APIs."""
+        """Seconds until the deadline; a little where it has passed, since zero would make a socket non-blocking."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     @property
     def over(self) -> bool:
+        """The deadline has passed."""
         return time.monotonic() >= self._deadline
 
     def wait_after(self, error: EpserveError) -> float:
@@ -63,6 +64,7 @@ class Cancellation:
         self._call: Any = None
 
     def watch(self, call: Any) -> None:
+        """`call`: whatever has a `cancel`; it is called at once where the future was cancelled before."""
         self._call = call
         if self.event.is_set():
             call.cancel()
@@ -73,6 +75,7 @@ class Cancellation:
             self._call.cancel()
 
     def check(self) -> None:
+        """Raises CancelledError once the future was cancelled."""
         if self.event.is_set():
             raise concurrent.futures.CancelledError
 
@@ -91,6 +94,7 @@ class ForwardFuture(concurrent.futures.Future):
         return cancelled
 
     def run(self, function: Any, request: OutgoingRequest, attempts: Attempts) -> None:
+        """`function(request, attempts, cancellation)`, in the thread that calls this."""
         if self.cancelled():
             return
         result, error = None, None
@@ -107,6 +111,8 @@ class ForwardFuture(concurrent.futures.Future):
 
 
 class Readiness:
+    """What `wait_ready` has seen of a service, and how long it goes on looking."""
+
     def __init__(self, target: str, timeout_s: float):
         self._target, self._timeout_s = target, bounded(timeout_s)
         self._deadline = time.monotonic() + self._timeout_s

@@ -92,6 +92,7 @@ class Calls:
         return Caller(peer=context.peer(), account=account)
 
     def check_may_use_regions(self, caller: Caller) -> None:
+        """Raises InvalidRequest."""
         if not self.limits.regions:
             raise InvalidRequest("region: shared-memory regions are switched off (server.regions)", field="region")
         if not is_on_this_host(caller.peer):

@@ -117,6 +117,7 @@ class Door:
         *,
         priority: Priority = Priority.NORMAL,
     ) -> CheckedRequest:
+        """Raises UnknownLayer, TooLarge, or InvalidRequest with the field. resolve: where the tensors' regions are."""
         if request.layer not in self.layers:
             served = ranges.shown(self.layers)
             raise UnknownLayer(

@@ -151,9 +151,11 @@ class OutgoingRequest:
         return assembly.result()
 
     def message(self) -> Outgoing:
+        """The whole request, for a call of its own, whose deadline is gRPC's."""
         return Outgoing(self.header, self.tensors)
 
     def frames(self, timeout_s: float, number: int = 0) -> Iterator[Any]:
+        """Of one attempt. timeout_s: from when the service has the header. number: of the call, on a stream of many."""
         self.header.timeout_ms = max(1, round(timeout_s * 1000))
         return wire.request_frames(number, self.tensors, self.header, part_frame, begin_frame)
 

@@ -32,6 +32,7 @@ class Tls:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises ConfigError for those that gRPC would only complain of later."""
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key come together")
         self._check()

@@ -211,6 +211,7 @@ class Assembly:
 
 
 def fits_one_message(tensors: Sequence[WireTensor]) -> bool:
+    """Rather than in parts, by the bytes that are sent; those in regions are not."""
     return sum(len(tensor.data) for tensor in tensors) <= FRAME_BYTES
 
 
@@ -253,6 +254,7 @@ def request_frames(
     make_part: MakePart = _request_part,
     make_begin: MakeBegin = _request_begin,
 ) -> Iterator[Any]:
+    """One frame with everything, or one with the headers and then the tensors' bytes, made as they are asked for."""
     if fits_one_message(tuple(tensors.values())):
         yield make_begin(call, header, tensors)
         return
@@ -275,6 +277,7 @@ def reply_frames(
     make_part: MakePart,
     make_begin: MakeBegin,
 ) -> Iterator[Any]:
+    """As `request_frames`."""
     if fits_one_message(tuple(tensors.values())):
         yield make_begin(call, reply, tensors)
         return

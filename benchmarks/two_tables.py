@@ -1,4 +1,4 @@
-"""Two tables of tiles on the benchmark's own inputs: whole layers replayed in turn in one process, in every cell where they differ.
+"""Two tables of tiles on the benchmark's own inputs: whole layers replayed in turn in one process, in all cells that differ.
 
     python -m benchmarks.two_tables shipped.json new.json --out experts/tuned/nvidia_h200.json --json result.json
 

@@ -157,6 +157,19 @@ def test_too_few_gpus_for_the_ranks(monkeypatch, gpus, engine, each):
     check_host(parse_config(config), "cuda")
 
 
+@pytest.mark.parametrize("setting", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_named(monkeypatch, setting):
+    config = parse_config({"model": {"path": "x"}})
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    check_host(config, "cpu")
+    monkeypatch.setenv(setting, "/tmp/" + 60 * "x")
+    with pytest.raises(ConfigError, match=rf"^{setting} /tmp/x+: 65 characters.*RAY_TMPDIR"):
+        check_host(config, "cpu")
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_host(config, "cpu")
+
+
 def test_little_shared_memory_is_said(monkeypatch, caplog):
     usage = SimpleNamespace(free=2 << 20, total=2 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)

@@ -18,10 +18,14 @@ log = logging.getLogger(__name__)
 
 SHM = "/dev/shm"
 MIB = 1 << 20
+SOCKET_PATH_BYTES = 107  # of a Unix socket on Linux
+RAY_SOCKET = "/ray/session_2026-12-31_23-59-59_999999_{}/sockets/plasma_store"
+"""The longest that Ray makes below its folder for temporary files, with the number of the process that starts it."""
 
 
 def check_host(config: Config, device: str) -> None:
-    """Raises ConfigError for too few GPUs, and warns of little shared memory. Takes milliseconds.
+    """Raises ConfigError for too few GPUs or a long path of temporary files, and warns of little shared memory. Takes
+    milliseconds.
 
     Says nothing of clusters that are joined: what they have is on other machines.
     """
@@ -29,6 +33,7 @@ def check_host(config: Config, device: str) -> None:
         return
     if device == "cuda":
         _check_gpus(config)
+    _check_sockets()
     if os.path.isdir(SHM):
         _check_shared_memory(shutil.disk_usage(SHM).free)
 
@@ -47,6 +52,18 @@ def _check_gpus(config: Config) -> None:
         f"engine.device cuda: {engine.ranks} ranks{spares} need {wanted:g} GPUs, this machine has {have}{why}; {remedy} join a"
         " cluster with more by cluster.address"
     )
+
+
+def _check_sockets() -> None:
+    setting = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"  # Ray looks at both, in this order
+    folder = os.environ.get(setting, "/tmp")
+    below = RAY_SOCKET.format(os.getpid())
+    room, have = SOCKET_PATH_BYTES - len(below), len(os.fsencode(folder))
+    if have > room:
+        raise ConfigError(
+            f"{setting} {folder}: {have} characters, and Ray's sockets below it can have paths of {SOCKET_PATH_BYTES} at"
+            f" most; set RAY_TMPDIR to a folder whose path has at most {room}, such as /tmp"
+        )
 
 
 def _check_shared_memory(free: int) -> None:

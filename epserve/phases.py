@@ -6,7 +6,9 @@ cost microseconds, and are read only after somebody has waited for the step's re
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +41,23 @@ class PhaseClock:
 
     def seconds(self) -> dict[str, float]:
         """Of the last step, which must have been waited for; phases in the order in which they were first entered."""
+        return self._between(self._marks)
+
+    def take(self) -> Callable[[], dict[str, float]]:
+        """What gives `seconds`, once, when the step has been waited for: also when the next one has begun, in any thread."""
+        marks, self._marks = self._marks, []
+
+        def seconds() -> dict[str, float]:
+            spent = self._between(marks)
+            if self._cuda:
+                self._spare.extend(mark for _, mark in marks)
+            return spent
+
+        return seconds
+
+    def _between(self, marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
         spent: dict[str, float] = {}
-        for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        for (phase, start), (_, end) in itertools.pairwise(marks):
             if phase == IDLE:
                 continue  # between a step and what its rank does with the result
             took = start.elapsed_time(end) / 1e3 if self._cuda else end - start

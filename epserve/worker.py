@@ -347,7 +347,8 @@ class Worker:
         if plan.mode == "block":
             routing, shared = route(x_MK, weights.gate, self.info.gate), weights.shared
         else:
-            routing = Routing(ids_Mt=ids_Mt.to(device).contiguous(), weights_Mt=weights_Mt.to(device).contiguous())
+            ids_Mt, weights_Mt = (each.to(device, non_blocking=True).contiguous() for each in (ids_Mt, weights_Mt))
+            routing = Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         physical = to_physical(routing, placement, token_offset=first)
         if plan.step >= 0:  # warm-up's tokens are nobody's

@@ -92,5 +92,10 @@ class RankOnFakeGpu(RankActor):
         super()._take_device()
         return uuid_of(self._rank)
 
+    @property
+    def _overlaps(self) -> bool:
+        """Answers come later, as a GPU's do."""
+        return True
+
     def _device_memory(self) -> FakeDeviceMemory:
         return FakeDeviceMemory(self._rank)

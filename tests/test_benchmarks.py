@@ -194,6 +194,21 @@ def test_the_other_programs_run_on_cpu_ranks(tmp_path, module, rows):
 
 
 @pytest.mark.slow
+def test_regions_on_made_up_gpus_are_measured_and_the_parts_of_a_call_add_up(tmp_path):
+    sizes = ("--hidden", "64", "--intermediate", "32", "--experts", "8", "--top-k", "2", "--tokens", "32", "--small", "8")
+    more = ("--seconds", "1", "--repeats", "20", "--json", str(tmp_path / "out.json"))
+    done = program("benchmarks.cuda_regions", "--cpu", *sizes, *more)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    for way in ("cuda", "system"):
+        rate, latency = row["service"][way]["throughput"], row["service"][way]["latency"]
+        assert rate["steps"] > 0
+        assert row["throughput_over_kernel"][way] == rate["tokens_per_s"] / row["kernel"]["tokens_per_s"]
+        assert abs(sum(latency["mean_parts_us"].values()) - latency["mean_us"]) < 1
+    assert row["service"]["cuda"]["latency"]["mean_parts_us"]["rank: copy out"] > 0
+
+
+@pytest.mark.slow
 def test_random_steps_of_a_backend():
     for backend, scheme in (("all_to_all", "none"), ("all_to_all_batched", "fp8_block")):
         done = program("tests.a2a_steps", "--backend", backend, "--scheme", scheme, "--steps", "150")

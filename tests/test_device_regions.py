@@ -110,6 +110,7 @@ class TestRank:
             got = rows.to(torch.device("cpu"))
             assert torch.equal(got, torch.cat([x[:4].float(), host, x[4:].float()]))
             home = rows.put(2 * got, None)
+            rows.finish()
             assert torch.equal(home, 2 * torch.cat([host, x[4:].float()]))
             put = memory.piece(32768, 4 * HIDDEN * dtype.itemsize)[1].view(dtype).view(4, HIDDEN)
             assert torch.equal(put, (2 * x[:4].float()).to(dtype))
@@ -128,10 +129,12 @@ class TestRank:
             parts = tuple(DeviceRows(rows=4, source=source.row(row, HIDDEN)) for row in (0, 4))
             rows = StepRows(regions, parts, torch.empty(0, HIDDEN))
             rows.put(rows.to(torch.device("cpu")), None)
+            rows.finish()
             assert rows.refused == {1: {"row": 1, "column": 9, "value": "nan"}}
             whole[5, 9] = 1e30
             half = StepRows(regions, parts, torch.empty(0, HIDDEN, dtype=torch.float16))
             half.put(half.to(torch.device("cpu")), None)
+            half.finish()
             assert half.refused[0] == {"row": 0, "column": 0, "value": "inf"}, "as the model's dtype has it"
         finally:
             memory.free()

@@ -156,7 +156,8 @@ class RankRegions:
 
 
 class StepRows:
-    """One step's rows on this rank, some of them in regions: `to` copies all into memory of the rank, `put` the results out.
+    """One step's rows on this rank, some of them in regions: `to` copies all into memory of the rank, `put` the results out,
+    `finish` looks at what the device found.
 
     For `Worker.step` it stands for the hidden states `(m, K)`: shape, dtype and `to`.
     """
@@ -170,6 +171,7 @@ class StepRows:
         """Part -> what its request is told."""
         self._x_MK: torch.Tensor | None = None
         self._sums: dict[int, torch.Tensor] = {}
+        self._totals = torch.empty(0)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
         x_MK = self._x_MK = torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -188,10 +190,7 @@ class StepRows:
         return x_MK
 
     def put(self, y_MK: torch.Tensor, out_MK: torch.Tensor | None) -> torch.Tensor:
-        """Results into their regions, the others into `out_MK` or memory of their own, and returned; waited for.
-
-        Rows that are not finite are found here, where the device is waited for anyway.
-        """
+        """Results into their regions, the others into `out_MK` or memory of their own, and returned; not waited for."""
         home = [rows_MK for part, rows_MK in self._rows_of(y_MK) if part.target is None]
         for number, (part, rows_MK) in enumerate(self._rows_of(y_MK)):
             if part.target is not None and number not in self.refused:
@@ -207,15 +206,16 @@ class StepRows:
         for rows_MK in home:
             out_MK[at : at + len(rows_MK)].copy_(rows_MK, non_blocking=True)
             at += len(rows_MK)
-        sums = torch.empty(len(self._sums), pin_memory=pinned)
         if self._sums:
-            sums.copy_(torch.stack(list(self._sums.values())), non_blocking=True)
-        if pinned:
-            torch.cuda.current_stream().synchronize()
-        for number, total in zip(self._sums, sums.tolist(), strict=True):
+            self._totals = torch.empty(len(self._sums), pin_memory=pinned)
+            self._totals.copy_(torch.stack(list(self._sums.values())), non_blocking=True)
+        return out_MK
+
+    def finish(self) -> None:
+        """When the results have been waited for: `refused` then has the rows that are not finite, too."""
+        for number, total in zip(self._sums, self._totals.tolist(), strict=True):
             if not math.isfinite(total):
                 self._look_at(number)
-        return out_MK
 
     def _look_at(self, number: int) -> None:
         """A sum that is not finite may have passed the largest number: then each value is looked at."""

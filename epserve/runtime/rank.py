@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -34,7 +37,7 @@ from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
 from .newcomers import RanksSource, Welcome
 from .reports import Outcome, Pulse, RankFacts, Standing
-from .transport import LinkAddress, StepServer
+from .transport import Later, LinkAddress, Reply, StepServer
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,9 @@ class RankActor:
         self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
         self._aborted = -1  # the last one whose operations were ended from outside
         self._step, self._step_start = -1, 0.0
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()
+        self._begun: queue.Queue[int] = queue.Queue()
+        """Steps that the device may still be at."""
         self._before_me: RankFacts | None = None
 
     @ray.method(concurrency_group="work")
@@ -260,7 +265,7 @@ class RankActor:
     def _join(self, address: GroupAddress) -> dict[str, float]:
         """Collective: a new process group, the kernel on it, a warm-up step. The seconds of each part."""
         assert self._worker is not None
-        with self._busy:
+        with self._between_steps():
             start = time.monotonic()
             self._newest = address.generation
             self._leave_group()
@@ -279,7 +284,7 @@ class RankActor:
     def _leave(self, rank: int, arrangement: Arrangement) -> None:
         """Out of the group, and to another place where there is one. Joining comes next."""
         assert self._worker is not None
-        with self._busy:
+        with self._between_steps():
             self._leave_group()
             self._rank, self._config = rank, arrangement.config
             self._worker.arrange(rank, arrangement)
@@ -301,7 +306,7 @@ class RankActor:
         source = PeerSource(worker.held, holders, fallback=worker)
         if not worker.stage(layer, placement, source=source):
             return None
-        with self._busy:  # between two steps
+        with self._between_steps():  # between two steps
             worker.capture_staged(layer)
         return dict(source.came_from)
 
@@ -329,17 +334,17 @@ class RankActor:
 
     def _adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None
-        with self._busy:  # between two steps
+        with self._between_steps():  # between two steps
             self._worker.adopt(layer, version)
 
     def _unstage(self, layer: int) -> None:
         assert self._worker is not None
-        with self._busy:
+        with self._between_steps():
             self._worker.unstage(layer)
 
     def _close(self) -> None:
         """Collective."""
-        with self._busy:
+        with self._between_steps():
             for server in (self._server, self._experts):
                 if server is not None:
                     server.close()
@@ -374,39 +379,52 @@ class RankActor:
             sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
         )
 
-    def _answer(
-        self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None
-    ) -> tuple[dict, list[torch.Tensor]]:
-        """One step: its result, in `out` where that is given, or the report of its failure."""
+    def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:
+        """One step: its result, in `out` where that is given, or the report of its failure. On a GPU it comes later, and the
+        next step is queued behind it: the device need not wait until this process has sent one answer and read the next frame.
+        """
         step = header["step"]
         if header.get("beat"):
             return {"step": step}, []
         if "region" in header:
-            with self._busy:  # not while another thread captures graphs: the driver's calls would spoil them
-                try:
-                    return {"step": step, **self._regions.told(header["region"])}, []
-                except Exception as error:
-                    log.exception("opening or closing a client's memory")
-                    wrong = from_exception(error, rank=self._rank, phase="region")
-                    return {"step": step, "failure": wrong.as_json()}, []
+            return {"step": step, **self._told_of_region(header["region"])}, []
         with self._busy:
             try:
-                y_MK, told = self._run(header, tensors, out)
-                return {"step": step, **told}, [y_MK] if out is None else []
+                later = self._begin(header, tensors, out)
+                return later if self._overlaps else later()
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step").as_json()
-            finally:
                 self._step = -1
             self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
             return {"step": step, "failure": failure}, []
 
-    def _run(
-        self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The result on the CPU; the seconds of each phase, and which parts were computed without missing experts."""
-        if header["generation"] != self._generation:
-            raise ConnectionResetError(f"connection reset: generation {header['generation']} has ended")
-        assert self._worker is not None
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step still runs when `_begin` returns."""
+        return self._device.type == "cuda"
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """No step begins, and those that have begun have ended."""
+        with self._busy:
+            self._begun.join()
+            yield
+
+    def _told_of_region(self, asked: dict[str, Any]) -> dict[str, Any]:
+        with self._between_steps():  # nor while another thread captures graphs: the driver's calls would spoil them
+            try:
+                return self._regions.told(asked)
+            except Exception as error:
+                log.exception("opening or closing a client's memory")
+                return {"failure": from_exception(error, rank=self._rank, phase="region").as_json()}
+
+    def _begin(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Later:
+        """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
+        generation = header["generation"]
+        if generation != self._generation:
+            raise ConnectionResetError(f"connection reset: generation {generation} has ended")
+        worker = self._worker
+        assert worker is not None
         counts = tuple(header["tokens_per_rank"])
         plan = StepPlan(
             step=header["step"],
@@ -419,22 +437,54 @@ class RankActor:
         ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
         self._step_start, self._step = time.monotonic(), plan.step
         rows = StepRows(self._regions, from_json(header["device"]), tensors[0]) if "device" in header else None
-        y_MK = self._worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
+        y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
         if rows is not None:
-            self._worker.phase = COPY_OUT
-            y_MK = rows.put(y_MK, out)
-            self._worker.phase = IDLE
+            worker.phase = COPY_OUT
+            home = rows.put(y_MK, out)
+            worker.phase = IDLE
         else:
-            y_MK = _to_host(y_MK, out)
-        self._worker.check()  # the copy to the CPU has waited for the device
-        if self._aborted >= header["generation"]:
-            raise ConnectionResetError("connection reset: another rank is gone, the operations of this step were ended")
-        told: dict[str, Any] = {"phases": self._worker.clock.seconds()}
-        if self._worker.left_out:
-            told["left_out"] = list(self._worker.left_out.items())
-        if rows is not None and rows.refused:
-            told["refused"] = list(rows.refused.items())
-        return y_MK, told
+            home = _to_host(y_MK, out)
+        phases, left_out = worker.clock.take(), list(worker.left_out.items())
+        ended = torch.cuda.Event() if self._overlaps and self._device.type == "cuda" else None
+        if ended is not None:
+            ended.record()
+        del y_MK
+
+        def wait() -> Reply:
+            if ended is not None:
+                ended.synchronize()
+            worker.check()
+            if self._aborted >= generation or self._generation != generation:  # another step may have left the group
+                raise ConnectionResetError(
+                    "connection reset: another rank is gone, the operations of this step were ended"
+                )
+            told: dict[str, Any] = {"step": plan.step, "phases": phases()}
+            if left_out:
+                told["left_out"] = left_out
+            if rows is not None:
+                rows.finish()
+                if rows.refused:
+                    told["refused"] = list(rows.refused.items())
+            return told, [home] if out is None else []
+
+        self._begun.put(plan.step)
+        return functools.partial(self._end, plan.step, generation, wait, tensors)
+
+    def _end(self, step: int, generation: int, wait: Later, _tensors: list[torch.Tensor]) -> Reply:
+        """The answer of a step that has begun. `_tensors`: the device may read them until then."""
+        try:
+            return wait()
+        except Exception as error:
+            failure = from_exception(error, rank=self._rank, phase="step").as_json()
+        finally:
+            if self._step == step:
+                self._step = -1
+            self._begun.get()
+            self._begun.task_done()  # before the lock, whose holder may wait for it
+        with self._busy:
+            if self._generation == generation:  # else it has been left since
+                self._poison()
+        return {"step": step, "failure": failure}, []
 
 
 def _driver_started() -> bool:
@@ -447,11 +497,9 @@ def _driver_started() -> bool:
 
 
 def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Into `out`, or memory of its own; from a GPU through pinned memory, and waited for."""
+    """Into `out`, or memory of its own; from a GPU through pinned memory, and not waited for."""
     if y_MK.device.type != "cuda":
         return y_MK if out is None else out.copy_(y_MK)
     if out is None:
         out = torch.empty(y_MK.shape, dtype=y_MK.dtype, pin_memory=True)
-    out.copy_(y_MK, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return out
+    return out.copy_(y_MK, non_blocking=True)

@@ -361,6 +361,33 @@ async def test_more_calls_than_may_run_wait_their_turn():
         writer.close()
 
 
+async def test_a_client_that_reads_no_replies_is_read_no_further():
+    engine, calls = FakeEngine(), 400
+    tensor = pb.Tensor(dtype=pb.FP32, shape=(64, 32), data=bytes(64 * 32 * 4))
+    sent = b"".join(
+        frame(pb.RequestFrame(call=n, begin=pb.ForwardRequest(layer=1, hidden_states=tensor))) for n in range(calls)
+    )
+    async with serving(engine, max_in_flight_per_stream=2) as server:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, "\0" + server._doorbell.name)
+        sending = asyncio.ensure_future(loop.sock_sendall(sock, key_of(server) + sent))
+        seen = -1
+        while seen != len(engine.seen):  # until it stands still
+            seen = len(engine.seen)
+            await asyncio.sleep(0.3)
+        (connection,) = next(iter(server._doorbell._registrations.values())).connections
+        waiting = connection._transport.get_write_buffer_size()
+        assert 0 < seen < calls and not sending.done()
+        assert waiting < 64 * 1024 + 4 * len(sent) // calls, "more than asyncio's mark and what ran at that moment"
+        answers = b""
+        while len(engine.seen) < calls or connection._transport.get_write_buffer_size():
+            answers += await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), LIMIT_S)
+        assert sending.done()
+        sock.close()
+
+
 def test_a_bell_whose_service_has_gone():
     bell = Bell(f"epserve-test-nobody-{os.getpid()}", b"x" * KEY_BYTES)
     with pytest.raises(NotReady, match="does not answer"):

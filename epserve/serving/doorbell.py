@@ -99,7 +99,7 @@ class Doorbell:
 
 
 class Connection(asyncio.Protocol):
-    """Bounded: so many calls run at once as on a stream, then nothing more is read."""
+    """Bounded: so many calls run at once as on a stream, then nothing more is read; nor while replies pile up unread."""
 
     def __init__(self, doorbell: Doorbell):
         self._doorbell, self._calls = doorbell, doorbell.calls
@@ -107,6 +107,8 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._registration: _Registration | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._unread = False
+        """Replies pile up, since the client does not read them."""
         self._transport: asyncio.Transport | None = None
         self._greeting: asyncio.TimerHandle | None = None
 
@@ -124,6 +126,15 @@ class Connection(asyncio.Protocol):
             self._registration.connections.discard(self)
         for task in list(self._running.values()):
             task.cancel()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        self._go_on()
 
     def end(self) -> None:
         if self._transport is not None:
@@ -144,7 +155,7 @@ class Connection(asyncio.Protocol):
             return
         limit = self._calls.limits.max_in_flight_per_stream
         start, received = 0, self._received
-        while self._transport is not None and len(self._running) < limit and len(received) - start >= LENGTH.size:
+        while self._takes_more(limit) and len(received) - start >= LENGTH.size:
             (size,) = LENGTH.unpack_from(received, start)
             if size > MAX_FRAME_BYTES:
                 raise InvalidRequest(f"frame: {size} bytes, at most {MAX_FRAME_BYTES}", field="frame")
@@ -154,8 +165,11 @@ class Connection(asyncio.Protocol):
             self._take(frames.parse_request(bytes(received[start + LENGTH.size : stop])))
             start = stop
         del received[:start]
-        if self._transport is not None and len(self._running) >= limit:
+        if self._transport is not None and not self._takes_more(limit):
             self._transport.pause_reading()
+
+    def _takes_more(self, limit: int) -> bool:
+        return self._transport is not None and not self._unread and len(self._running) < limit
 
     def _greeted(self) -> bool:
         if len(self._received) < KEY_BYTES:
@@ -181,7 +195,10 @@ class Connection(asyncio.Protocol):
 
     def _finished(self, number: int) -> None:
         del self._running[number]
-        if self._transport is not None:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._transport is not None and not self._unread:
             self._transport.resume_reading()  # does nothing unless it was paused
             if self._received:
                 self.data_received(b"")

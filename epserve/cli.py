@@ -35,6 +35,11 @@ app = typer.Typer(
 app.add_typer(cluster_cli.app, name="cluster")
 
 
+OWN_HANDLERS = ("serve", "front-end", "demo")
+ONLY_LOOK = ("doctor", "compat", "plan")
+"""A signal ends these on the spot: raised as KeyboardInterrupt in the imports that they spend their time with, it may be lost."""
+
+
 @app.callback(invoke_without_command=True)
 def _top(
     context: typer.Context,
@@ -44,7 +49,7 @@ def _top(
     if version:
         print(f"epserve {__version__}")
         raise typer.Exit
-    if context.invoked_subcommand not in ("serve", "front-end", "demo"):  # these have handlers of their own
+    if context.invoked_subcommand not in (*OWN_HANDLERS, *ONLY_LOOK):
         entry.as_usual()
     level = logging.DEBUG if verbose else logging.INFO
     logs.configure(level=level)

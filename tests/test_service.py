@@ -125,19 +125,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the te
 
 class Finder:
     def find_spec(self, name, *rest):
-        if name == "typer":
+        if name == "{module}":
             os.kill(os.getpid(), signal.{number})
 
 sys.meta_path.insert(0, Finder())
-sys.argv = ["epserve", "--version"]
+sys.argv = ["epserve", "{argument}"]
 from epserve.entry import main
 main()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_imports_is_one_line(number):
-    code = INTERRUPTED_IMPORT.format(number=number.name)
+@pytest.mark.parametrize(("argument", "module"), [("--version", "typer"), ("doctor", "torch")])
+def test_a_signal_during_the_imports_is_one_line(argument, module, number):
+    code = INTERRUPTED_IMPORT.format(number=number.name, argument=argument, module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"epserve: {number.name}: stopped\n")
 

@@ -6,21 +6,25 @@ serve hold every expert that the newcomer is to hold, it takes all of its weight
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from epserve.errors import NotReady
+from epserve.config import ModelConfig
+from epserve.errors import CheckpointError, NotReady
 from epserve.gate import GateWeights
-from epserve.models import LayerWeights, ModelInfo, SharedExperts, Stamp
+from epserve.models import LateCheckpoint, LayerWeights, ModelInfo, SharedExperts, Stamp, UnchangedCheckpoint
 from epserve.modular_kernel import ExpertWeights
 from epserve.modular_kernel.known_times import KnownTable
 from epserve.step import LayerSource
 
 from .hand_over import Peers
 from .transport import LinkAddress
+
+log = logging.getLogger(__name__)
 
 Holders = Mapping[int, Mapping[int, Sequence[LinkAddress]]]
 """Layer -> logical expert -> where ranks hand it out."""
@@ -77,6 +81,29 @@ class RanksSource(LayerSource):
             gate=GateWeights(**_part(common, "gate")),
             shared=SharedExperts(activation=self._info.activation, **shared) if shared else None,
         )
+
+
+def open_unchanged(model: ModelConfig, start: Stamp | None) -> UnchangedCheckpoint:
+    """Raises CheckpointError where it is not the one that the service has started with."""
+    return UnchangedCheckpoint(model.path, model.dtype, start=start)
+
+
+def sources_for(
+    model: ModelConfig, rank: int, welcome: Welcome | None, opened: UnchangedCheckpoint | None
+) -> tuple[UnchangedCheckpoint | LateCheckpoint, RanksSource | None]:
+    """The checkpoint, and the ranks that give this one its weights where it cannot be read here. Raises CheckpointError."""
+    start, holders = (welcome.start, welcome.holders) if welcome is not None else (None, ())
+    try:
+        checkpoint = opened or open_unchanged(model, start)
+        if holders:
+            checkpoint.check()
+        return checkpoint, None
+    except CheckpointError as error:
+        if welcome is None or not holders:
+            raise
+        log.warning("rank %d takes its weights from other ranks: %s", rank, error)
+    late = LateCheckpoint(model.path, model.dtype, start=welcome.start, info=welcome.info)
+    return late, RanksSource(welcome.info, holders[rank % len(holders)], hurry=welcome.hurry)
 
 
 def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:

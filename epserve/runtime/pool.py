@@ -332,7 +332,7 @@ class Pool:
             holders = await find_holders(self.members, new, self.arrangement) if self.started else ()
             if not holders or not suffice(holders, new, arrangement):
                 raise
-            log.warning("%s: newcomers take weights from the other ranks", error)
+            log.warning("newcomers take weights from the other ranks: %s", error)
             for member in new:
                 if member.link is not None:  # of the first attempt
                     member.link.close()

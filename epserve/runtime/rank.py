@@ -21,7 +21,7 @@ from epserve import allocator, logs, rank_plan
 from epserve.backend_choice import Chosen
 from epserve.config import Config
 from epserve.errors import CheckpointError, InternalError, NotReady
-from epserve.models import LateCheckpoint, Stamp, UnchangedCheckpoint, open_checkpoint
+from epserve.models import UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.phases import COPY_OUT, IDLE
 from epserve.placement import Placement
@@ -35,7 +35,7 @@ from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
-from .newcomers import RanksSource, Welcome
+from .newcomers import Welcome, open_unchanged, sources_for
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .transport import Later, LinkAddress, Reply, StepServer
 
@@ -156,7 +156,7 @@ class RankActor:
         uuid = self._take_device()
         checkpoint = None
         try:
-            checkpoint = self._checkpoint = self._open(welcome.start)
+            checkpoint = self._checkpoint = open_unchanged(self._config.model, welcome.start)
         except CheckpointError as error:
             if not self._config.engine.redundant_experts:
                 raise
@@ -171,10 +171,6 @@ class RankActor:
                 log.warning("this spare will read the checkpoint when it takes over: %s", error)
         gc.freeze()
         return self._facts(uuid)
-
-    def _open(self, start: Stamp | None) -> UnchangedCheckpoint:
-        """Raises CheckpointError where it is not the one that the service has started with."""
-        return UnchangedCheckpoint(self._config.model.path, self._config.model.dtype, start=start)
 
     def _take_over(
         self, rank: int, arrangement: Arrangement, welcome: Welcome, local: bool
@@ -206,7 +202,8 @@ class RankActor:
     def _set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
         self._rank, self._config = rank, arrangement.config
         uuid = self._take_device()
-        checkpoint, peers = self._sources(welcome)
+        # A spare opened it before, which suffices for its copies.
+        checkpoint, peers = sources_for(self._config.model, rank, welcome, self._checkpoint)
         self._worker = Worker(
             self._config, self._context(group=None), placements=arrangement.placements, source=self._copies, peers=peers,
             checkpoint=checkpoint, times=welcome.times if welcome is not None else None,
@@ -214,24 +211,6 @@ class RankActor:
         self._copies = None  # goes when the worker has read from it
         gc.freeze()  # what imports left behind: collecting after a failure otherwise takes 0.2 s, while all wait
         return self._facts(uuid)
-
-    def _sources(self, welcome: Welcome | None) -> tuple[UnchangedCheckpoint | LateCheckpoint, RanksSource | None]:
-        """The checkpoint, and the ranks that give this one its weights where it cannot be read here. Raises CheckpointError."""
-        start, holders = (welcome.start, welcome.holders) if welcome is not None else (None, ())
-        try:
-            checkpoint = self._checkpoint or self._open(
-                start
-            )  # a spare opened it before, which suffices for its copies
-            if holders:
-                checkpoint.check()
-            return checkpoint, None
-        except CheckpointError as error:
-            if welcome is None or not holders:
-                raise
-            log.warning("rank %d takes its weights from other ranks: %s", self._rank, error)
-        model = self._config.model
-        late = LateCheckpoint(model.path, model.dtype, start=welcome.start, info=welcome.info)
-        return late, RanksSource(welcome.info, holders[self._rank % len(holders)], hurry=welcome.hurry)
 
     def _facts(self, uuid: str) -> RankFacts:
         return RankFacts(

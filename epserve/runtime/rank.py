@@ -374,7 +374,8 @@ class RankActor:
             except Exception as error:
                 failure = from_exception(error, rank=self._rank, phase="step").as_json()
                 self._step = -1
-            self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
+            if header["generation"] == self._generation:  # a step of an earlier group came too late to harm this one
+                self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
             return {"step": step, "failure": failure}, []
 
     @property

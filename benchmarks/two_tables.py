@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, Shape, make_inputs, make_weights, relative_error
 from benchmarks.experts import MS, Standard, environment
-from epserve.modular_kernel import ExpertWeights
+from epserve.modular_kernel import ExpertWeights, Prepared
 from experts.triton_tiles import Problem, Tiles
 
 ROUNDS = 30
@@ -32,8 +32,8 @@ def read(path: Path) -> Table:
     return {key: {int(bucket): Tiles.from_json(cell) for bucket, cell in rows.items()} for key, rows in cells.items()}
 
 
-def captured(kernel: Standard, shape: Shape, dtype: str, m: int) -> tuple[torch.cuda.CUDAGraph, int, float]:
-    """A graph over several sets of inputs, how many, and the relative L2 error of the first."""
+def captured(kernel: Standard, shape: Shape, dtype: str, m: int) -> tuple[torch.cuda.CUDAGraph, list[Prepared], float]:
+    """A graph over several sets of inputs, those inputs, which must live as long as it, and the relative L2 error of the first."""
     sets = 8 if m <= 64 else 4 if m <= 1024 else 2
     inputs = [make_inputs(shape, m, "cuda", m * 100 + i) for i in range(sets)]
     prepared = [kernel.prepare(each) for each in inputs]
@@ -45,7 +45,7 @@ def captured(kernel: Standard, shape: Shape, dtype: str, m: int) -> tuple[torch.
         for each in prepared:
             kernel.run(each)
         graph.capture_end()
-    return graph, sets, error
+    return graph, prepared, error
 
 
 def in_turn(graphs: list[torch.cuda.CUDAGraph], sets: int) -> list[float]:
@@ -71,7 +71,7 @@ def compare(name: str, dtype: str, m: int, weights: ExpertWeights, tables: list[
     if first == second:
         return None
     made = [captured(kernel, shape, dtype, m) for kernel in kernels]
-    us, new_us = in_turn([graph for graph, _, _ in made], made[0][1])
+    us, new_us = in_turn([graph for graph, _, _ in made], len(made[0][1]))
     errors = [error for _, _, error in made]
     return {"shape": name, "dtype": dtype, "M": m, "us": us, "new_us": new_us, "ratio": new_us / us, "errors": errors,
             "right": max(errors) < TOLERANCE[dtype], "tiles": first.to_json(), "new_tiles": second.to_json()}  # fmt: skip

@@ -237,17 +237,19 @@ class TestModelInfer:
             error = await status_of(kserve_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    async def test_a_stream_that_is_cancelled_leaves_nothing(self):
+    @pytest.mark.parametrize("requests", [3, 20], ids=["all read", "more than are read"])
+    async def test_a_stream_that_is_cancelled_leaves_nothing(self, requests):
         async def hang(batch):
             await asyncio.sleep(60)
 
         engine = FakeEngine(hang)
         async with serving(engine, max_in_flight_per_stream=4) as server, connect(server) as channel:
             call = kserve_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
-            for _ in range(3):
+            for _ in range(requests):
                 await call.write(infer(hidden_input(self.X), raw=[self.RAW]))
-            await until(lambda: engine.running == 3)
+            await until(lambda: engine.running >= min(requests, 4))
             call.cancel()
+            await until(lambda: not any("ModelStreamInfer" in repr(task) for task in asyncio.all_tasks()))
             await until(lambda: engine.running == 0 and server._calls.in_flight == 0)
             assert server._calls.buffered_bytes == 0
 

@@ -95,8 +95,11 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                     await answers.put(task)
-            finally:
+            except Exception:
                 await answers.put(None)
+                raise
+            # NOTE: not after a cancel: nobody takes answers any more, and where there is no room this would wait for ever.
+            await answers.put(None)
 
         await context.send_initial_metadata(())  # see StreamSession.run
         reader = asyncio.create_task(read())

@@ -33,7 +33,7 @@ def read(path: Path) -> Table:
 
 
 def captured(kernel: Standard, shape: Shape, dtype: str, m: int) -> tuple[torch.cuda.CUDAGraph, list[Prepared], float]:
-    """A graph over several sets of inputs, those inputs, which must live as long as it, and the relative L2 error of the first."""
+    """A graph over several sets of inputs, these inputs, which must outlive it, and the relative L2 error of the first."""
     sets = 8 if m <= 64 else 4 if m <= 1024 else 2
     inputs = [make_inputs(shape, m, "cuda", m * 100 + i) for i in range(sets)]
     prepared = [kernel.prepare(each) for each in inputs]

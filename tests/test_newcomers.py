@@ -243,3 +243,23 @@ async def test_without_copies_the_files_are_needed(path, tmp_path, monkeypatch):
         (tmp_path / "gone").rename(path)
         await back(engine)
         assert torch.equal(await asyncio.wait_for(answer(engine), 60), before)
+
+
+@long
+@engine_test
+async def test_slices_of_experts_move_between_ranks_with_the_same_slice(tmp_path, caplog):
+    """Ranks that share experts by slices: moves and other numbers of ranks need no files, either."""
+    caplog.set_level(logging.INFO, "epserve")
+    path = write("mixtral", tmp_path / "model", dtype=torch.float32)
+    async with running(path, ranks=2, tensor_parallel=2, experts="loop") as engine:
+        before = await answer(engine)
+        path.rename(tmp_path / "gone")
+        assert (await engine.scale(4)).after == 4
+        assert FROM_RANKS in caplog.text
+        torch.testing.assert_close(await answer(engine), before, **TOLERANCE)
+        loads = {layer: [8.0, 7.0, 1.0, 1.0, 6.0, 1.0, 1.0, 1.0] for layer in engine.layers}
+        done = await engine._pool.changes.rebalance(loads=loads)
+        assert done.moved and done.came_from.keys() == {"here", "peer"}
+        torch.testing.assert_close(await answer(engine), before, **TOLERANCE)
+        assert (await engine.scale(2)).after == 2
+        torch.testing.assert_close(await answer(engine), before, **TOLERANCE)

@@ -29,9 +29,9 @@ from epserve.placement import Placement
 from epserve.step import Arrangement
 
 from .failure import root_cause
+from .holders import find_holders
 from .members import Member, as_error, call_all
 from .one_at_a_time import OneAtATime
-from .transport import LinkAddress
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 GROW_RETRY_S = 5.0
 GROW_RETRY_LATER_S = 60.0  # where only an operator can help: each attempt costs the start of a process
-HAND_OUT_TIMEOUT_S = 10.0
 POLL_S = 0.5  # whether a recovery is stuck
 
 
@@ -155,7 +154,7 @@ class Changes:
         generation, members = pool.generation, list(pool.members)
         limit = pool.config.cluster.start_timeout_s
         try:
-            holders = await self._holders(layer)
+            holders = await find_holders(members, (), pool.arrangement, (layer,))
             staged = await call_all(members, "stage", layer, placement, holders, timeout=limit, background=True)
         except EpserveError:
             await self._unstage(layer)
@@ -176,21 +175,6 @@ class Changes:
         # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
         await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)
         return True
-
-    async def _holders(self, layer: int) -> dict[int, list[LinkAddress]]:
-        """Of each logical expert: where the ranks that hold it now hand it out."""
-        members, placement = list(self._pool.members), self._pool.arrangement.placements[layer]
-        nodes = {member.facts.node_id for member in members if member.facts is not None}
-        new = [member for member in members if member.hands_out is None]
-        addresses = await call_all(new, "hand_out", len(nodes) == 1, timeout=HAND_OUT_TIMEOUT_S, background=True)
-        for member, address in zip(new, addresses, strict=True):
-            member.hands_out = address
-        found: dict[int, list[LinkAddress]] = {}
-        for member in members:
-            assert member.hands_out is not None
-            for expert in placement.experts_of(member.rank):
-                found.setdefault(expert, []).append(member.hands_out)
-        return found
 
     async def _unstage(self, layer: int) -> None:
         members, limit = list(self._pool.members), self._pool.config.cluster.start_timeout_s
@@ -309,7 +293,7 @@ class Changes:
         limit = self._pool.config.cluster.start_timeout_s
         beyond = await call_all(staying, "out_of_reach", arrangement, timeout=limit, background=True)
         if layers := sorted({layer for each in beyond for layer in each}):
-            holders = {layer: await self._holders(layer) for layer in layers}
+            holders = await find_holders(self._pool.members, (), self._pool.arrangement, layers)
             outcomes = await asyncio.gather(
                 *(
                     member.call("secure", arrangement, each, holders, timeout=limit, background=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from epserve.step import Arrangement
 
@@ -13,10 +13,12 @@ from .transport import LinkAddress
 HAND_OUT_TIMEOUT_S = 10.0
 
 
-async def find_holders(members: Sequence[Member], new: Sequence[Member], present: Arrangement) -> tuple[Holders, ...]:
-    """Of all experts of the ranks that serve in the `present` arrangement, by slice. Raises EpserveError where one is lost.
+async def find_holders(
+    members: Sequence[Member], new: Sequence[Member], present: Arrangement, layers: Collection[int] = ()
+) -> tuple[Holders, ...]:
+    """Of the experts of the ranks that serve in the `present` arrangement, by slice. Raises EpserveError where a rank is lost.
 
-    An address on this machine alone would not do for a newcomer that may be elsewhere.
+    layers: of these; empty: of all. An address on this machine alone would not do for a newcomer that may be elsewhere.
     """
     serving = [each for each in members if each.alive and each.report is not None and each not in new]
     nodes = {each.facts.node_id if each.facts is not None else None for each in [*serving, *new]}
@@ -29,7 +31,8 @@ async def find_holders(members: Sequence[Member], new: Sequence[Member], present
     found: list[dict[int, dict[int, list[LinkAddress]]]] = [
         {layer: {} for layer in present.placements} for _ in range(slices)
     ]
-    for layer, placement in present.placements.items():
+    for layer in layers or present.placements:
+        placement = present.placements[layer]
         for member in serving:
             assert member.hands_out is not None
             for expert in placement.experts_of(member.rank):

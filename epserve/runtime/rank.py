@@ -35,7 +35,7 @@ from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
-from .newcomers import Welcome, open_unchanged, sources_for
+from .newcomers import Holders, Welcome, open_unchanged, sources_for
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .transport import Later, LinkAddress, Reply, StepServer
 
@@ -276,13 +276,11 @@ class RankActor:
         self._experts = ExpertServer(self._worker.held, host="" if local else ray.util.get_node_ip_address())
         return self._experts.address
 
-    def _stage(self, layer: int, placement: Placement, holders: dict[int, list[LinkAddress]]) -> dict[str, int] | None:
-        """How many experts came from where; None: there is no memory for them."""
+    def _stage(self, layer: int, placement: Placement, holders: Sequence[Holders]) -> dict[str, int] | None:
+        """How many experts came from where; None: there is no memory for them. holders: by slice."""
         worker = self._worker
         assert worker is not None
-        if placement.layout.slices > 1:
-            holders = {}  # other ranks may hold other slices of an expert
-        source = PeerSource(worker.held, holders, fallback=worker)
+        source = PeerSource(worker.held, holders[self._rank % len(holders)][layer], fallback=worker)
         if not worker.stage(layer, placement, source=source):
             return None
         with self._between_steps():  # between two steps
@@ -293,15 +291,12 @@ class RankActor:
         assert self._worker is not None
         return self._worker.out_of_reach(self._rank, arrangement)
 
-    def _secure(
-        self, arrangement: Arrangement, layers: Sequence[int], holders: dict[int, dict[int, list[LinkAddress]]]
-    ) -> None:
-        """For `leave`: take the experts of `layers` from other ranks, since the checkpoint cannot be read. By layer: holders."""
-        worker = self._worker
+    def _secure(self, arrangement: Arrangement, layers: Sequence[int], holders: Sequence[Holders]) -> None:
+        """For `leave`: take the experts of `layers` from other ranks, since the checkpoint cannot be read. holders: by slice."""
+        worker, mine = self._worker, holders[self._rank % len(holders)]
         assert worker is not None
         for layer in layers:
-            found = {} if arrangement.placements[layer].layout.slices > 1 else holders[layer]
-            worker.secure(self._rank, arrangement, PeerSource(worker.held, found, fallback=worker), (layer,))
+            worker.secure(self._rank, arrangement, PeerSource(worker.held, mine[layer], fallback=worker), (layer,))
 
     def _explain(self) -> Standing:
         worker = self._worker

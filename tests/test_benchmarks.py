@@ -195,7 +195,20 @@ def test_the_other_programs_run_on_cpu_ranks(tmp_path, module, rows):
 
 @pytest.mark.slow
 def test_regions_on_made_up_gpus_are_measured_and_the_parts_of_a_call_add_up(tmp_path):
-    sizes = ("--hidden", "64", "--intermediate", "32", "--experts", "8", "--top-k", "2", "--tokens", "32", "--small", "8")
+    sizes = (
+        "--hidden",
+        "64",
+        "--intermediate",
+        "32",
+        "--experts",
+        "8",
+        "--top-k",
+        "2",
+        "--tokens",
+        "32",
+        "--small",
+        "8",
+    )
     more = ("--seconds", "1", "--repeats", "20", "--json", str(tmp_path / "out.json"))
     done = program("benchmarks.cuda_regions", "--cpu", *sizes, *more)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -4,9 +4,11 @@ import asyncio
 import base64
 import gzip
 import json
+import os
 import shutil
 import socket
 import ssl
+import time
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from epserve.errors import ConfigError
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving.status_page import PAGE, content_policy
+from epserve.serving.status_page import PAGE, READ_TIMEOUT_S, THREADS, content_policy
 from tests.fake_engine import FakeEngine
 from tests.grpc_calls import connect, message, until
 from tests.observed import WatchedEngine, fetch, sample, watched
@@ -178,6 +180,28 @@ class TestHttp:
             finally:
                 for each in silent:
                     each.close()
+
+    async def test_connections_beyond_its_threads_are_not_accepted(self):
+        async with watched() as server:
+            before = len(os.listdir("/proc/self/fd"))
+            silent = [socket.create_connection(("127.0.0.1", server.metrics_port)) for _ in range(50)]
+            try:
+                await asyncio.sleep(0.5)
+                accepted = len(os.listdir("/proc/self/fd")) - before - len(silent)
+                assert THREADS <= accepted <= THREADS + 2  # one waits for a thread
+            finally:
+                for each in silent:
+                    each.close()
+            assert (await asyncio.wait_for(fetch(server.metrics_port, "/livez"), 30)).status == 200
+
+    async def test_it_stops_while_nobody_says_anything(self):
+        async with watched() as server:
+            silent = [socket.create_connection(("127.0.0.1", server.metrics_port)) for _ in range(2 * THREADS)]
+            await asyncio.sleep(0.2)
+            before = time.monotonic()
+        for each in silent:
+            each.close()
+        assert time.monotonic() - before < READ_TIMEOUT_S / 2
 
     async def test_a_port_in_use_is_a_configuration_error(self):
         taken = socket.create_server(("127.0.0.1", 0))

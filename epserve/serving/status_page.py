@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import gzip
 import hashlib
 import json
@@ -17,6 +18,7 @@ import re
 import socket
 import socketserver
 import ssl
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -37,6 +39,7 @@ PAGE = Path(__file__).parent / "static" / "status.html"
 THREADS = 8
 READ_TIMEOUT_S = 10.0
 """For a client that sends no request, or reads no reply."""
+POLL_S = 0.1
 GZIP_FROM = 1024
 LOCAL_NAMES = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 OPEN_PATHS = ("/healthz", "/livez")
@@ -82,7 +85,7 @@ class StatusPage:
                 server_side=True,
                 do_handshake_on_connect=False,  # it would block the thread that accepts
             )
-        self._serving = asyncio.get_running_loop().run_in_executor(None, server.serve_forever, 0.1)
+        self._serving = asyncio.get_running_loop().run_in_executor(None, server.serve_forever, POLL_S)
         scheme = "https" if self._config.tls_cert is not None else "http"
         log.info("status page and metrics on %s://%s:%d", scheme, host, self.port)
 
@@ -201,6 +204,9 @@ class _HttpServer(WSGIServer):
     def __init__(self, host: str, port: int, application: Any):
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="epserve-http")
+        self._free = threading.Semaphore(THREADS)
+        self._open: set[socket.socket] = set()
+        self._stopping = False
         super().__init__((host, port), _Handler)
         self.set_app(application)
 
@@ -211,6 +217,12 @@ class _HttpServer(WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Waits for a thread, and accepts nothing meanwhile: each connection costs the service a file descriptor."""
+        while not self._free.acquire(timeout=POLL_S):
+            if self._stopping:
+                self.shutdown_request(request)
+                return
+        self._open.add(request)
         self._threads.submit(self._serve, request, client_address)
 
     def _serve(self, request: Any, client_address: Any) -> None:
@@ -221,8 +233,18 @@ class _HttpServer(WSGIServer):
         except Exception:
             log.exception("http %s", client_address[0])
         finally:
+            self._open.discard(request)
             self.shutdown_request(request)
+            self._free.release()
+
+    def shutdown(self) -> None:
+        self._stopping = True
+        super().shutdown()
 
     def server_close(self) -> None:
+        """Replies on their way still go out; whoever has not asked yet need not be waited for."""
         super().server_close()
+        for each in list(self._open):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(each, socket.SHUT_RD)  # NOTE: not its own method, which would end TLS both ways
         self._threads.shutdown(wait=True)

@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,7 +19,7 @@ import torch
 
 from epserve.client import AsyncClient, Client
 from epserve.config import ServerConfig, parse_config
-from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge
+from epserve.errors import EpserveError, InvalidRequest, NotReady, Overloaded, TooLarge
 from epserve.models.demo import reference_block
 from epserve.runtime import members
 from epserve.runtime.device_memory import RankRegions, Refused, StepRows, as_json, from_json
@@ -26,6 +28,8 @@ from epserve.service import running
 from epserve.serving import client_cuda_region
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
+from epserve.serving import regions as regions_module
+from epserve.serving.cuda_regions import CudaRegistry
 from epserve.serving.regions import Regions
 from epserve.step import DeviceRows, RegionRows
 from tests.checkpoints import LAYER, write
@@ -169,6 +173,66 @@ def test_a_proof_that_anybody_could_know_is_none(tmp_path):
         Regions(ServerConfig(), folder=tmp_path).register_proven(
             "me", key="zeros", offset=0, size=4096, proof=bytes(16)
         )
+
+
+class Ranks:
+    """As `DeviceRegions`; `open_ones` are not closed yet."""
+
+    offered = True
+
+    def __init__(self):
+        self.open_ones = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def open(self, *, handle, offset, size, proof=b"", gpu_uuid="", device_id=None):
+        await self.gate.wait()
+        region = SimpleNamespace(number=len(self.open_ones), handle=handle, offset=offset, size=size, gpu_uuid="0")
+        self.open_ones.add(region.number)
+        return region
+
+    def close(self, region):
+        self.open_ones.discard(region.number)
+
+
+async def test_leased_regions_are_forgotten_when_unused_and_closed_after_their_last_call(monkeypatch):
+    now, ranks = [1000.0], Ranks()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    limits = ServerConfig(region_lease_s=10)
+    regions = Regions(limits)
+    registry = CudaRegistry(regions, limits, lambda: ranks)
+    for name in ("idle", "busy"):
+        await registry.register_leased("me", name=name, handle=bytes(64), device_id=0, size=4096)
+    with regions.find("me", "busy", "x").used():
+        now[0] += 11
+        regions.reclaim()
+        assert [region.name for region in regions.of("me")] == ["busy"]
+        assert len(ranks.open_ones) == 1
+        regions.unregister("me", "busy", on_gpu=True)
+        assert len(ranks.open_ones) == 1, "a call uses it"
+    assert not ranks.open_ones
+
+
+async def test_a_name_that_was_taken_while_the_rank_opened_is_refused_and_closed_again(monkeypatch):
+    ranks, limits = Ranks(), ServerConfig()
+    regions = Regions(limits)
+    registry = CudaRegistry(regions, limits, lambda: ranks)
+    ranks.gate.clear()
+    calls = [
+        asyncio.ensure_future(registry.register_leased("me", name="r", handle=bytes(64), device_id=0, size=64))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    ranks.gate.set()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(each, InvalidRequest) and "registered already" in str(each) for each in found) == 1
+    assert len(ranks.open_ones) == len(regions) == 1
+    monkeypatch.setattr(regions_module, "MAX_REGIONS_PER_CLIENT", 1)
+    with pytest.raises(Overloaded, match="1 regions of this client"):
+        await registry.register_leased("me", name="s", handle=bytes(64), device_id=0, size=64)
+    await registry.register_leased("you", name="r", handle=bytes(64), device_id=0, size=64)
+    with pytest.raises(InvalidRequest, match="no region 'r' of this client"):
+        regions.slice_of("they", slice_("r", 0, 8), 8, "hidden_states")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,12 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: env demo test test-slow test-failed check format generate clean
+OLDEST := $(shell sed -n 's/^triton = \["triton>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml requirements/lock.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/lock.txt -e '.[dev]'
+	touch $@
+
+# The oldest Triton that is supported, beside the installed one: its compiler refuses what newer ones take.
+$(VENV)/triton-oldest/.done: $(VENV)/.done
+	rm -rf $(VENV)/triton-oldest
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(VENV)/triton-oldest "triton==$(OLDEST).*"
 	touch $@
 
 demo: env
@@ -19,7 +26,7 @@ demo: env
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m "not slow" tests
 
-test-slow: env
+test-slow: env $(VENV)/triton-oldest/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m slow tests
 
 # What failed in the last run, alone: whole clusters share two cores with the rest, and a starved one can miss a deadline.

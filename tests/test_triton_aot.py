@@ -2,9 +2,15 @@
 each GPU.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from tests.own_process import run_checks
+from tests.own_process import ROOT, run_checks
+
+OLDEST = ROOT / ".venv" / "triton-oldest"
 
 
 @pytest.mark.slow
@@ -41,3 +47,17 @@ def test_nothing_compiles_after_warm_up():
 @pytest.mark.parametrize("capability", ["90", "100"])
 def test_what_lies_around_a_librarys_products(capability):
     run_checks("tests/triton_aot/check_libraries.py", EPSERVE_TEST_CAPABILITY=capability)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1400)
+@pytest.mark.skipif(not (OLDEST / ".done").exists(), reason="no oldest Triton here: make test-slow puts it there")
+def test_compiles_with_the_oldest_triton():
+    path = f"{OLDEST}:{ROOT}"
+    command = [sys.executable, "-c", "import triton; print(triton.__file__)"]
+    found = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    ).stdout
+    assert found.startswith(f"{OLDEST}/"), found
+    run_checks("tests/triton_aot/check_machine_code.py", "-k", "standard or barrier", PYTHONPATH=path)
+    run_checks("tests/triton_aot/check_gate.py", PYTHONPATH=path)

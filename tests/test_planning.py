@@ -5,17 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epserve.runtime.planning import (
-    Item,
-    Priority,
-    StepQueue,
-    device_rows,
-    fill,
-    hand_out,
-    last_in,
-    shards,
-    spread,
-)
+from epserve.runtime.planning import Item, Priority, StepQueue, last_in
+from epserve.runtime.shares import device_rows, fill, hand_out, shards, spread
 from epserve.step import RegionRows
 from tests.fake_ranks import HIDDEN, batch
 

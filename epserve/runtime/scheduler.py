@@ -30,20 +30,9 @@ from epserve.errors import (
 )
 from epserve.step import StepPlan
 
-from .planning import (
-    Batch,
-    Item,
-    JoinedStep,
-    StepQueue,
-    device_rows,
-    hand_out,
-    last_in,
-    plain,
-    refusal,
-    shards,
-    spread,
-)
+from .planning import Batch, Item, JoinedStep, StepQueue, last_in
 from .records import StepPart, StepRecord
+from .shares import device_rows, hand_out, plain, refusal, shards, spread
 
 log = logging.getLogger(__name__)
 

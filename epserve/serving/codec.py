@@ -20,7 +20,8 @@ from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
 from epserve.modular_kernel import check_routing
 from epserve.modular_kernel.quantization import BLOCK
-from epserve.runtime.planning import Priority, not_finite
+from epserve.runtime.planning import Priority
+from epserve.runtime.shares import not_finite
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import fp8, wire
 from epserve.serving.cuda_regions import CudaRegion, check_use

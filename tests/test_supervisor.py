@@ -6,7 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayError
 
+from epserve.runtime import members
 from epserve.runtime.supervisor import Supervisor
 
 
@@ -52,3 +54,12 @@ async def test_a_look_that_fails_is_logged_and_does_not_end_the_looking(caplog, 
             task.cancel()
     assert member.pings == 2 and "looking after the ranks failed" in caplog.text and "not foreseen" in caplog.text
     assert causes == [("no sign of life for 0.4 s: rank 1 (node a)", (member,))]
+
+
+def test_a_process_that_ends_while_it_starts_leaves_its_reason():
+    class Died(RayError):
+        pass
+
+    starting = "The actor died because of an error raised in its creation task, ray::A.__init__() (pid=1)\n  File\nImportError: boom"
+    assert members._reason(Died(starting)) == "ImportError: boom"
+    assert members._reason(Died("The actor died unexpectedly.\n\tpid: 24097\nWorker exit type: SYSTEM_ERROR")) == "Died"

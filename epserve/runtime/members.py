@@ -100,7 +100,7 @@ class Member:
         except TimeoutError:
             return self._failed(method, f"no answer within {timeout:g} s", consequence=True)
         except RayError as error:
-            return self._failed(method, f"process gone ({type(error).__name__})", consequence=False)
+            return self._failed(method, f"process gone ({_reason(error)})", consequence=False)
 
     async def take_over(self, arrangement: Arrangement, welcome: Any, here: str, *, timeout: float) -> Any:
         """A spare or standby becomes a rank: its facts, its address, its report. Raises what is wrong."""
@@ -229,3 +229,9 @@ class Agents:
             with contextlib.suppress(RayError):
                 ray.kill(agent)
         self._agents.clear()
+
+
+def _reason(error: RayError) -> str:
+    """Ray's name for it; of a process that ended while it started, the exception that ended it, which nobody else tells."""
+    text = str(error).strip()
+    return text.splitlines()[-1].strip() if "in its creation task" in text else type(error).__name__

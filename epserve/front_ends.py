@@ -83,6 +83,7 @@ class FrontEnds:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "epserve.front_end",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            process_group=0,  # Ctrl-C in a terminal is for this process, which then stops them
         )  # fmt: skip
         self._processes[number] = process
         assert process.stdin is not None

@@ -144,7 +144,9 @@ def test_a_signal_during_the_imports_is_one_line(argument, module, number):
 
 
 @pytest.mark.slow
-async def test_a_signal_while_ray_starts_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("number", "front_ends"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+async def test_a_signal_while_ray_starts_leaves_nothing(tmp_path, number, front_ends):
+    """SIGINT as from a terminal, to all processes of the group: further front ends, which import torch then, are not in it."""
     write_demo_checkpoint(
         "mixtral",
         tmp_path / "m",
@@ -157,24 +159,30 @@ async def test_a_signal_while_ray_starts_leaves_nothing(tmp_path):
         seed=1,
     )
     config = tmp_path / "c.yaml"
-    config.write_text(f"model: {{path: {tmp_path / 'm'}}}\nengine: {{device: cpu}}\nserver: {{port: 0}}\n")
+    server = f"server: {{port: 0, front_ends: {front_ends}}}"
+    config.write_text(f"model: {{path: {tmp_path / 'm'}}}\nengine: {{device: cpu}}\n{server}\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "epserve", "serve", str(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
     try:
         while "stopped -> starting" not in (line := await asyncio.to_thread(process.stdout.readline)):
             assert line, "it has ended"
-        await until(lambda: node.descendants({process.pid}))
+        await until(lambda: len(node.descendants({process.pid})) >= front_ends)
+        await asyncio.sleep(0.5 if front_ends > 1 else 0)
         started = node.descendants({process.pid})
-        process.send_signal(signal.SIGTERM)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         shown, _ = await asyncio.to_thread(process.communicate, timeout=60)
     finally:
         node.end(node.descendants({process.pid}) | {process.pid}, 0.0)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: stopping before every rank was ready" in shown
+    assert process.returncode == 128 + number
+    assert f"{number.name}: stopping before every rank was ready" in shown
     assert "Traceback" not in shown and "***" not in shown and "raylet" not in shown
     assert not any(map(alive, started))
 

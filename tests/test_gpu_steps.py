@@ -34,7 +34,7 @@ from epserve.step import StepPlan
 
 from . import test_gpu_service
 from .cases import reference
-from .ranks import num_places, run_ranks
+from .ranks import RANKS_PER_GPU, num_places, run_ranks
 from .test_worker import make_worker
 
 pytestmark = [
@@ -145,6 +145,8 @@ def test_replays_equal_eager_steps_bit_for_bit(pf_name, experts_name, world, in_
     need(world, pf_name)
     if in_flight == 2 and not all2all.REGISTRY.get(pf_name).prepare_finalize.capability.async_receive:
         pytest.skip(f"{pf_name} holds one batch")
+    if pf_name == "nvshmem" and RANKS_PER_GPU > 1:
+        pytest.skip("NVSHMEM's barrier between processes of one GPU cannot be captured")
     assert (
         run_ranks(graphs_on_ranks, world, pf_name, experts_name, in_flight, device="cuda", timeout=240)
         == [STEPS] * world
@@ -330,7 +332,8 @@ def test_the_service_with_several_paths_and_graphs(tmp_path, caplog, family):
         "ranks": 2, "device": "cuda", "all2all": "measured", "cuda_graph_tokens": [1, 8, 64],
         "batches_in_flight": 2, "overlap_min_tokens": 256,
     }  # fmt: skip
-    config = parse_config({"model": {"path": str(path)}, "engine": engine, "server": {"port": 0}})
+    cluster = {"gpus_per_rank": 1 / RANKS_PER_GPU}
+    config = parse_config({"model": {"path": str(path)}, "engine": engine, "cluster": cluster, "server": {"port": 0}})
     try:
         errors, status = asyncio.run(test_gpu_service.answers(config, path))
     except EpserveError as error:

@@ -34,7 +34,7 @@ from epserve.step import StepPlan
 
 from . import test_gpu_service
 from .cases import reference
-from .ranks import RANKS_PER_GPU, num_places, run_ranks
+from .ranks import RANKS_PER_GPU, cluster_section, num_places, run_ranks
 from .test_worker import make_worker
 
 pytestmark = [
@@ -332,8 +332,9 @@ def test_the_service_with_several_paths_and_graphs(tmp_path, caplog, family):
         "ranks": 2, "device": "cuda", "all2all": "measured", "cuda_graph_tokens": [1, 8, 64],
         "batches_in_flight": 2, "overlap_min_tokens": 256,
     }  # fmt: skip
-    cluster = {"gpus_per_rank": 1 / RANKS_PER_GPU}
-    config = parse_config({"model": {"path": str(path)}, "engine": engine, "cluster": cluster, "server": {"port": 0}})
+    config = parse_config(
+        {"model": {"path": str(path)}, "engine": engine, "cluster": cluster_section(), "server": {"port": 0}}
+    )
     try:
         errors, status = asyncio.run(test_gpu_service.answers(config, path))
     except EpserveError as error:

@@ -66,6 +66,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         max_hidden=MAX_HIDDEN,
         async_receive=True,
         combine_orders=frozenset({"rank"}),
+        interruptible=False,
     )
     configured = True
     """The calls take a configuration (how many multiprocessors, and how large the pieces are), and where tokens go."""

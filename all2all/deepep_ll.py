@@ -66,6 +66,7 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         async_receive=True,
         cuda_graph=True,
         most_tokens=QUEUE_DEPTH // 2 - 4,
+        interruptible=False,
     )
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, shared: SharedBuffer):

@@ -2,7 +2,8 @@
 
     python -m benchmarks.recovery --out benchmarks/results/recovery_cpu.json
     python -m benchmarks.recovery --device cuda --ranks 2 --redundant 8 --spares 0 --out benchmarks/results/recovery_h200x2.json
-    python -m benchmarks.recovery --device cuda --ranks 2 --spares 0 --ranks-per-gpu 2
+    python -m benchmarks.recovery --device cuda --ranks 2 --spares 0 --ranks-per-gpu 2 --all2all all_to_all \
+        --faults idle experts stop --repeats 1 --out benchmarks/results/recovery_h200_shared.json
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
 with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare

@@ -179,6 +179,11 @@ def _join(rank: int, size: int, device: str, port: int) -> dict[int, RankContext
         group = dist.new_group(list(range(world_size)), timeout=timeout)  # collective: every rank makes every group
         if rank < world_size:
             contexts[world_size] = RankContext(
-                rank=rank, world_size=world_size, device=place, group=group, timeout_s=GROUP_TIMEOUT_S
+                rank=rank,
+                world_size=world_size,
+                device=place,
+                group=group,
+                timeout_s=GROUP_TIMEOUT_S,
+                sharers=RANKS_PER_GPU if device == "cuda" else 1,
             )
     return contexts

@@ -42,6 +42,8 @@ class PrepareFinalizeCapability:
     """Largest cap of one round."""
     needed_rows_only: bool = False
     """Standard format: delivers only rows that have a slot on this rank; others deliver every row, or room for it."""
+    interruptible: bool = True
+    """What waits on the device for a rank that is gone can be ended from outside; else only the end of the process ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

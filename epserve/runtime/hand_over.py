@@ -240,7 +240,9 @@ class _Copier:
         if chunk.device.type != "cuda":
             return chunk
         there = self._staging(chunk.numel())
-        with self._on_stream(chunk.device):
+        # NOTE: what is held is complete. Waiting for the current stream could be for ever: it may itself wait, in a collective,
+        # for the rank that asks.
+        with self._on_stream(chunk.device, after=False):
             there.copy_(chunk, non_blocking=True)
         return there
 
@@ -266,12 +268,14 @@ class _Copier:
         return self._pinned[:nbytes]
 
     @contextlib.contextmanager
-    def _on_stream(self, device: torch.device) -> Iterator[None]:
+    def _on_stream(self, device: torch.device, *, after: bool = True) -> Iterator[None]:
+        """after: of what the current stream has to do now, since who had this memory before may still use it."""
         if device.type != "cuda":
             yield
             return
         self._stream = self._stream or torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # who had this memory before may still use it
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()

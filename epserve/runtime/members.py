@@ -57,6 +57,8 @@ class Member:
     report: LoadReport | None = None
     link: SocketLink | None = None
     pulse: Pulse | None = None
+    put_down: bool = False
+    """Its process was ended because it could not leave a step that another rank had made fail."""
     experts_choices: tuple[Choice, ...] = ()
     """What it measured when the present group was made."""
     hands_out: LinkAddress | None = None

@@ -24,6 +24,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import all2all
 from epserve.config import Config
 from epserve.errors import CheckpointError, ConfigError, EpserveError, RankFailed
 from epserve.expert_load import LoadTotals
@@ -115,6 +116,14 @@ class Pool:
     def missing(self) -> dict[int, tuple[int, ...]]:
         """Layer -> experts that are on no rank while the others go on without; layers that miss none are absent."""
         return {layer: each.missing for layer, each in self.arrangement.placements.items() if each.missing}
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether a rank that waits on its device for one that is gone can be got out of that."""
+        names = {
+            name for each in self.members if each.report is not None for name in each.report.backends[0].split("/")
+        }
+        return all(all2all.REGISTRY.get(name).prepare_finalize.capability.interruptible for name in names)
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -285,10 +294,12 @@ class Pool:
             _, waiting = await asyncio.wait(futures, timeout=SETTLE_S)
             failures = _failures(futures)
             _ignore(waiting)
+        # Who is put down because it cannot leave the step is not the cause of it.
+        failures = [replace(each, consequence=each.consequence or members[each.rank].put_down) for each in failures]
         cause = root_cause(failures)
         self.supervisor.blame(members[cause.rank], cause)
         text = self.supervisor.cause = _describe(cause, members)
-        log.warning("%s\n%s", text, cause.trace)
+        log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
         raise RankFailed(text)
 
     async def steps_done(self) -> None:

@@ -31,6 +31,7 @@ PING_TIMEOUT_S = 3.0  # a process that is alive answers in milliseconds, on a cr
 # be ended from outside has ended by then (NCCL, nvlink); DeepEP's kernels cannot, and only the end of the process ends them.
 SETTLE_S = 5.0
 SETTLE_CUDA_S = 2.0
+SETTLE_HELD_S = 0.4  # with those: for what a step does on the host and behind its last collective
 BLAME_S = (
     60.0  # a rank that makes two steps fail within this time is replaced: it may lack memory, or its device is ill
 )
@@ -271,20 +272,31 @@ class Supervisor:
                     member.actor.abort.remote(pool.generation, sorted(unreachable - {member.facts.node_ip}))
         settle = SETTLE_CUDA_S if pool.device == "cuda" else SETTLE_S
         pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
+        held = not pool.interruptible
         if pending:
-            await asyncio.wait(pending, timeout=settle)
+            await asyncio.wait(pending, timeout=SETTLE_HELD_S if held else settle)
+        if held:
+            await self._end_stuck()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pool.steps_done(), settle)  # then it is known whose fault it was
         spoilt, self._spoilt = self._spoilt & set(pool.members), set()
         await asyncio.gather(*(self._end(member, "fails again and again") for member in spoilt if member.alive))
-        stuck = [member for member in pool.members if member.alive and member.link and member.link.num_pending]
-        await asyncio.gather(*(self._end(member, "did not leave its step") for member in stuck))
+        await self._end_stuck()
         return [member for member in pool.members if not member.alive]
+
+    async def _end_stuck(self) -> None:
+        stuck = [each for each in self._pool.members if each.alive and each.link and each.link.num_pending]
+        for member in stuck:
+            member.put_down = True
+        await asyncio.gather(*(self._end(member, "did not leave its step") for member in stuck))
 
     async def _end_if_silent(self, member: Member) -> None:
         limit = min(PING_TIMEOUT_S, self._pool.config.scheduler.heartbeat_s)
+        asked = time.monotonic()
         if not await member.ping(limit):
-            await self._end(member, f"did not answer for {limit:g} s")
+            # Ray may know that a process is gone before its socket tells.
+            waited = time.monotonic() - asked >= limit
+            await self._end(member, f"did not answer for {limit:g} s" if waited else "is gone")
 
     async def _end(self, member: Member, why: str) -> None:
         assert member.facts is not None and member.link is not None

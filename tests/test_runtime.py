@@ -37,7 +37,8 @@ from epserve.runtime.failure import Failure, RankLost, from_exception, root_caus
 from epserve.runtime.groups import interface_of
 from epserve.runtime.members import check_gpus
 from epserve.runtime.reports import RankFacts
-from epserve.runtime.transport import SocketLink, StepServer
+from epserve.runtime.step_server import StepServer
+from epserve.runtime.transport import SocketLink
 from epserve.step import StepError
 from tests.checkpoints import LAYER, write
 

@@ -20,7 +20,8 @@ from epserve.errors import ConfigError
 from epserve.runtime import transport, wire
 from epserve.runtime.failure import RankLost
 from epserve.runtime.shm import Arena, Window
-from epserve.runtime.transport import SocketLink, StepServer
+from epserve.runtime.step_server import StepServer
+from epserve.runtime.transport import SocketLink
 
 MIB = 1 << 20
 LIMIT_S = 60
@@ -207,7 +208,8 @@ async def test_a_rank_that_never_answers_the_door_is_given_up(monkeypatch, arena
 PEER = """
 import asyncio, sys, time, torch
 from epserve.runtime.shm import Arena
-from epserve.runtime.transport import LinkAddress, SocketLink, StepServer
+from epserve.runtime.step_server import StepServer
+from epserve.runtime.transport import LinkAddress, SocketLink
 
 def slow(header, tensors, out):
     if header["step"] == 1:

@@ -10,7 +10,8 @@ import torch
 
 from epserve.runtime.failure import RankLost
 from epserve.runtime.groups import GroupAddress
-from epserve.runtime.transport import MOST_LATER, SocketLink, StepServer
+from epserve.runtime.step_server import MOST_LATER, StepServer
+from epserve.runtime.transport import SocketLink
 from tests.grpc_calls import until
 from tests.test_rank_actor import GENERATION, LAYER, rank
 

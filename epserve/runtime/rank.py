@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import os
-import queue
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import ray
 import torch
@@ -23,21 +18,22 @@ from epserve.config import Config
 from epserve.errors import CheckpointError, InternalError, NotReady
 from epserve.models import UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.phases import COPY_OUT, IDLE
 from epserve.placement import Placement
-from epserve.step import Arrangement, Counters, LoadReport, StepPlan
+from epserve.step import Arrangement, Counters, LoadReport
 from epserve.worker import Worker
 
 from . import groups
 from .copies import HostCopies
-from .device_memory import CudaMemory, DeviceMemory, RankRegions, StepRows, from_json
+from .device_memory import CudaMemory, DeviceMemory, RankRegions
 from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
 from .hand_over import ExpertServer, PeerSource
 from .newcomers import Holders, Welcome, open_unchanged, sources_for
+from .rank_steps import RankSteps
 from .reports import Outcome, Pulse, RankFacts, Standing
-from .transport import Later, LinkAddress, Reply, StepServer
+from .step_server import Later, Reply, StepServer
+from .transport import LinkAddress
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +60,8 @@ class RankActor:
         self._worker: Worker | None = None
         self._server: StepServer | None = None
         self._experts: ExpertServer | None = None
-        self._regions = RankRegions(None)
-        self._generation = self._newest = -1  # of the group that steps run in; of the last one that was to be joined
-        self._aborted = -1  # the last one whose operations were ended from outside
-        self._step, self._step_start = -1, 0.0
-        self._busy = threading.RLock()
-        self._begun: queue.Queue[int] = queue.Queue()
-        """Steps that the device may still be at."""
+        self._steps = RankSteps(self._poison)
+        self._newest = -1  # generation of the last group that was to be joined
         self._before_me: RankFacts | None = None
 
     @ray.method(concurrency_group="work")
@@ -97,10 +88,11 @@ class RankActor:
         if self._device_kind == "cpu" and time.monotonic() - self._trimmed > TRIM_S:
             self._trimmed = time.monotonic()
             allocator.trim()
-        seconds = time.monotonic() - self._step_start if self._step >= 0 else 0.0
+        step = self._steps.step
+        seconds = time.monotonic() - self._steps.started if step >= 0 else 0.0
         phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
         late = worker.late_compiles if worker is not None else 0
-        return Pulse(phase=phase, step=self._step, step_seconds=seconds, counters=counters, late_compiles=late)
+        return Pulse(phase=phase, step=step, step_seconds=seconds, counters=counters, late_compiles=late)
 
     @ray.method(concurrency_group="control")
     def load_counts(self) -> bytes:
@@ -117,7 +109,7 @@ class RankActor:
         """
         if self._newest > generation:
             return
-        self._aborted = generation  # first: what such an operation leaves behind must not be taken for a result
+        self._steps.aborted = generation  # first: what such an operation leaves behind must not be taken for a result
         hang_up(unreachable)
         if self._worker is not None:
             try:
@@ -233,7 +225,7 @@ class RankActor:
         if self._server is not None:
             self._server.close()
         host = "" if local else ray.util.get_node_ip_address()
-        self._regions = RankRegions(self._device_memory())
+        self._steps.regions = RankRegions(self._device_memory())
         self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda")
         return self._server.address
 
@@ -244,7 +236,7 @@ class RankActor:
     def _join(self, address: GroupAddress) -> dict[str, float]:
         """Collective: a new process group, the kernel on it, a warm-up step. The seconds of each part."""
         assert self._worker is not None
-        with self._between_steps():
+        with self._steps.between():
             start = time.monotonic()
             self._newest = address.generation
             self._leave_group()
@@ -256,14 +248,14 @@ class RankActor:
             grouped = time.monotonic()
             self._worker.regroup(self._context(group))
             self._worker.warm_up()
-            self._generation = address.generation
+            self._steps.generation = address.generation
             log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
 
     def _leave(self, rank: int, arrangement: Arrangement) -> None:
         """Out of the group, and to another place where there is one. Joining comes next."""
         assert self._worker is not None
-        with self._between_steps():
+        with self._steps.between():
             self._leave_group()
             self._rank, self._config = rank, arrangement.config
             self._worker.arrange(rank, arrangement)
@@ -283,7 +275,7 @@ class RankActor:
         source = PeerSource(worker.held, holders[self._rank % len(holders)][layer], fallback=worker)
         if not worker.stage(layer, placement, source=source):
             return None
-        with self._between_steps():  # between two steps
+        with self._steps.between():  # between two steps
             worker.capture_staged(layer)
         return dict(source.came_from)
 
@@ -308,21 +300,21 @@ class RankActor:
 
     def _adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None
-        with self._between_steps():  # between two steps
+        with self._steps.between():  # between two steps
             self._worker.adopt(layer, version)
 
     def _unstage(self, layer: int) -> None:
         assert self._worker is not None
-        with self._between_steps():
+        with self._steps.between():
             self._worker.unstage(layer)
 
     def _close(self) -> None:
         """Collective."""
-        with self._between_steps():
+        with self._steps.between():
             for server in (self._server, self._experts):
                 if server is not None:
                     server.close()
-            self._regions.close_all()
+            self._steps.regions.close_all()
             try:
                 if self._worker is not None:
                     self._worker.close()
@@ -330,7 +322,7 @@ class RankActor:
                 self._leave_group()
 
     def _leave_group(self) -> None:
-        self._generation = -1
+        self._steps.generation = -1
         if self._worker is not None:
             self._worker.leave()
         groups.leave(self._device)
@@ -354,112 +346,13 @@ class RankActor:
         )
 
     def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:
-        """One step: its result, in `out` where that is given, or the report of its failure. On a GPU it comes later, and the
-        next step is queued behind it: the device need not wait until this process has sent one answer and read the next frame.
-        """
-        step = header["step"]
-        if header.get("beat"):
-            return {"step": step}, []
-        if "region" in header:
-            return {"step": step, **self._told_of_region(header["region"])}, []
-        with self._busy:
-            try:
-                later = self._begin(header, tensors, out)
-                return later if self._overlaps else later()
-            except Exception as error:
-                failure = from_exception(error, rank=self._rank, phase="step").as_json()
-                self._step = -1
-            if header["generation"] == self._generation:  # a step of an earlier group came too late to harm this one
-                self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
-            return {"step": step, "failure": failure}, []
+        """Of the step thread."""
+        return self._steps.answer(self._worker, header, tensors, out, rank=self._rank, overlaps=self._overlaps)
 
     @property
     def _overlaps(self) -> bool:
-        """Whether a step still runs when `_begin` returns."""
+        """Whether a step still runs when all of it is queued."""
         return self._device.type == "cuda"
-
-    @contextlib.contextmanager
-    def _between_steps(self) -> Iterator[None]:
-        """No step begins, and those that have begun have ended."""
-        with self._busy:
-            self._begun.join()
-            yield
-
-    def _told_of_region(self, asked: dict[str, Any]) -> dict[str, Any]:
-        with self._between_steps():  # nor while another thread captures graphs: the driver's calls would spoil them
-            try:
-                return self._regions.told(asked)
-            except Exception as error:
-                log.exception("opening or closing a client's memory")
-                return {"failure": from_exception(error, rank=self._rank, phase="region").as_json()}
-
-    def _begin(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Later:
-        """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
-        generation = header["generation"]
-        if generation != self._generation:
-            raise ConnectionResetError(f"connection reset: generation {generation} has ended")
-        worker = self._worker
-        assert worker is not None
-        counts = tuple(header["tokens_per_rank"])
-        plan = StepPlan(
-            step=header["step"],
-            layer=header["layer"],
-            mode=header["mode"],
-            tokens_per_rank=counts,
-            placement=header["placement"],
-            parts=tuple(header.get("parts", ())),
-        )
-        ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
-        self._step_start, self._step = time.monotonic(), plan.step
-        rows = StepRows(self._regions, from_json(header["device"]), tensors[0]) if "device" in header else None
-        y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
-        if rows is not None:
-            worker.phase = COPY_OUT
-            home = rows.put(y_MK, out)
-            worker.phase = IDLE
-        else:
-            home = _to_host(y_MK, out)
-        phases, left_out = worker.clock.take(), list(worker.left_out.items())
-        ended = torch.cuda.Event() if self._overlaps and self._device.type == "cuda" else None
-        if ended is not None:
-            ended.record()
-        del y_MK
-
-        def wait() -> Reply:
-            if ended is not None:
-                ended.synchronize()
-            worker.check()
-            if self._aborted >= generation or self._generation != generation:  # another step may have left the group
-                raise ConnectionResetError(
-                    "connection reset: another rank is gone, the operations of this step were ended"
-                )
-            told: dict[str, Any] = {"step": plan.step, "phases": phases()}
-            if left_out:
-                told["left_out"] = left_out
-            if rows is not None:
-                rows.finish()
-                if rows.refused:
-                    told["refused"] = list(rows.refused.items())
-            return told, [home] if out is None else []
-
-        self._begun.put(plan.step)
-        return functools.partial(self._end, plan.step, generation, wait, tensors)
-
-    def _end(self, step: int, generation: int, wait: Later, _tensors: list[torch.Tensor]) -> Reply:
-        """The answer of a step that has begun. `_tensors`: the device may read them until then."""
-        try:
-            return wait()
-        except Exception as error:
-            failure = from_exception(error, rank=self._rank, phase="step").as_json()
-        finally:
-            if self._step == step:
-                self._step = -1
-            self._begun.get()
-            self._begun.task_done()  # before the lock, whose holder may wait for it
-        with self._busy:
-            if self._generation == generation:  # else it has been left since
-                self._poison()
-        return {"step": step, "failure": failure}, []
 
 
 def _driver_started() -> bool:
@@ -469,12 +362,3 @@ def _driver_started() -> bool:
     except OSError:
         return False
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED
-
-
-def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Into `out`, or memory of its own; from a GPU through pinned memory, and not waited for."""
-    if y_MK.device.type != "cuda":
-        return y_MK if out is None else out.copy_(y_MK)
-    if out is None:
-        out = torch.empty(y_MK.shape, dtype=y_MK.dtype, pin_memory=True)
-    return out.copy_(y_MK, non_blocking=True)

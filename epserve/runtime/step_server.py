@@ -1,0 +1,126 @@
+"""The rank's end of the data path (transport.py): frames in, answers out, in one order."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+from . import wire
+from .shm import Window
+from .transport import HANDSHAKE_TIMEOUT_S, enlarge, listen
+
+log = logging.getLogger(__name__)
+
+Reply = tuple[dict, list[torch.Tensor]]
+"""A header, and the results that are to be sent."""
+Later = Callable[[], Reply]
+"""What waits for a device that computes a result, and gives it. Called once, in another thread. Raises nothing."""
+Answer = Callable[[dict, list[torch.Tensor], torch.Tensor | None], Reply | Later]
+"""(header, tensors, where the result goes or None) -> the answer, now or later."""
+MOST_LATER = 4  # answers that are waited for; the engine has two steps under way
+
+
+class StepServer:
+    """The rank's end: a thread that takes one engine's frames, and one that waits for results which come later. Answers go out in
+    the order of the frames.
+    """
+
+    def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
+        """host: listen on TCP there; empty: on an abstract Unix socket. pin: for copies to and from a GPU."""
+        self._listener, self.address = listen(host)
+        self._answer, self._token, self._pin = answer, self.address.token, pin
+        self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # close() was called
+            window: Window | None = None
+            answers = _Answers(sock)
+            try:
+                window = self._greet(sock)
+                while True:
+                    self._one(sock, window, answers)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                log.debug("connection ended: %s", error)
+            finally:
+                answers.close()
+                if window is not None:
+                    window.close()
+                sock.close()  # last: it tells the engine that nothing here touches its memory any more
+
+    def _one(self, sock: socket.socket, window: Window | None, answers: _Answers) -> None:
+        header, tensors = wire.receive(sock, window, pin=self._pin)
+        out = None
+        if window is not None and "out" in header:
+            dtype, shape, at = header["out"]
+            out = window.tensor(wire.DTYPES[dtype], tuple(shape), at)
+        answers.add(self._answer(header, tensors, out))
+
+    def _greet(self, sock: socket.socket) -> Window | None:
+        enlarge(sock)
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        header, descriptor = wire.receive_with_descriptor(sock)
+        if not hmac.compare_digest(str(header.get("token", "")), self._token):
+            if descriptor is not None:
+                os.close(descriptor)
+            raise wire.WireError("wrong token")
+        size = int(header.get("arena", 0))
+        window = Window(descriptor, size, pin=self._pin) if descriptor is not None else None
+        wire.send(sock, {})
+        sock.settimeout(None)
+        return window
+
+
+class _Answers:
+    """Of one connection, in order. One that is there, with none before it, is sent at once; the others by a thread of its own."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._queue: queue.Queue[Reply | Later | None] = queue.Queue(MOST_LATER)
+        self._thread: threading.Thread | None = None
+
+    def add(self, answer: Reply | Later) -> None:
+        """Raises OSError when the connection has ended."""
+        if not callable(answer) and self._queue.unfinished_tasks == 0:
+            wire.send(self._sock, *answer)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, name="answers", daemon=True)
+            self._thread.start()
+        self._queue.put(answer)
+
+    def close(self) -> None:
+        """Returns when nothing is waited for any more."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _send(self) -> None:
+        ended = False
+        while (answer := self._queue.get()) is not None:
+            reply = answer() if callable(answer) else answer
+            try:
+                if not ended:
+                    wire.send(self._sock, *reply)
+            except OSError as error:
+                log.debug("connection ended: %s", error)
+                ended = True  # what else is waited for still has to end
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)  # the other thread leaves its loop
+            del answer, reply  # what stays in this frame while it waits would keep the last step's tensors
+            self._queue.task_done()

@@ -271,7 +271,7 @@ class Engine:
             gpu_uuid=facts.gpu_uuid if facts is not None else "",
             experts=first,
             layer_experts={layer: each for layer, each in experts.items() if each != first},
-            tokens_done=self._pool.tokens_done.get(member.rank, 0),
+            tokens_done=self._pool.steps.tokens_done.get(member.rank, 0),
             weights_bytes=report.weights_bytes if report is not None else 0,
             alive=member.alive,
             phase=pulse.phase if pulse is not None else "idle",
@@ -281,7 +281,7 @@ class Engine:
 
     def _step_done(self, record: StepRecord) -> None:
         assert self._pool is not None
-        record = replace(record, phases=self._pool.take_phases(record.step))
+        record = replace(record, phases=self._pool.steps.take_phases(record.step))
         for callback in self._step_callbacks:
             try:
                 callback(record)

@@ -35,17 +35,16 @@ from epserve.step import Arrangement, StepPlan
 
 from .changes import Changes
 from .cluster import Gang
-from .device_memory import as_json
 from .device_regions import DeviceRegions
-from .failure import Failure, RankLost, root_cause
 from .groups import GroupAddress, StoreActor
 from .holders import find_holders, suffice
 from .members import Agents, Member, answer, call_all, check_gpus
 from .newcomers import Holders, Welcome
+from .pool_steps import PoolSteps, who
 from .shm import Arena
 from .spares import Spares
 from .standbys import FIRST_DELAY_S, Standbys
-from .supervisor import SETTLE_S, Marks, Recovery, Supervisor
+from .supervisor import Marks, Recovery, Supervisor
 from .transport import INLINE_BYTES, LinkAddress, SocketLink
 
 log = logging.getLogger(__name__)
@@ -82,19 +81,15 @@ class Pool:
             start_timeout_s=config.cluster.start_timeout_s,
         )  # fmt: skip
         self.supervisor, self.changes = Supervisor(self), Changes(self)
-        self.regions = DeviceRegions(self)
+        self.regions, self.steps = DeviceRegions(self), PoolSteps(self)
         self._store: Any = None
         self.arena: Arena | None = None
         self.members: list[Member] = []
-        self.tokens_done: dict[int, int] = {}
-        self.tokens_total = 0
         self.load = LoadTotals(plan.layers, plan.placement.num_logical)
-        self._phases: dict[int, tuple[dict[str, float], ...]] = {}
         self.generation = 0
         self.explanation: tuple[str, ...] = ()
         """What rank 0 measured and chose when the present group was made."""
         self.serving = asyncio.Event()
-        self._running: dict[int, asyncio.Future] = {}
         self.started = self.closing = False
         self._reserving: asyncio.Future | None = None
 
@@ -202,58 +197,16 @@ class Pool:
         await asyncio.shield(self._reserving)
 
     async def step(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.
+        """One collective step (`PoolSteps.run`)."""
+        return await self.steps.run(plan, shards)
 
-        Raises RankFailed; recovery is then under way and the same step may be run again after it.
-        """
-        if not self.serving.is_set():
-            raise RankFailed("the ranks are being rebuilt")
-        shape = self.plan.spec.shape
-        on_devices = plan.device_rows or ((),) * len(plan.tokens_per_rank)
-        # Rows of each rank whose result comes here; the others go to where their requests want them on the rank's GPU.
-        coming = [
-            sum(part.rows for part in parts if part.target is None) if parts else count
-            for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
-        ]
-        out_MK = self.empty((sum(coming), shape.hidden), shape.dtype)
-        header = {
-            "step": plan.step,
-            "generation": self.generation,
-            "layer": plan.layer,
-            "mode": plan.mode,
-            "tokens_per_rank": plan.tokens_per_rank,
-            "placement": self.arrangement.placements[plan.layer].version,
-        }
-        missing = self.arrangement.placements[plan.layer].missing
-        shares = plan.shares if missing else ()
-        futures: list[asyncio.Future[dict[str, Any]]] = []
-        first = 0
-        # No await between the submissions: every rank sees the steps in one order.
-        members = list(self.members)
-        for member, shard, parts, count in zip(members, shards, on_devices, coming, strict=True):
-            assert member.link is not None
-            more: dict[str, Any] = {"device": as_json(parts)} if parts else {}
-            if shares:
-                more["parts"] = [rows for _, rows in shares[len(futures)]]
-            futures.append(member.link.submit({**header, **more}, shard, out_MK[first : first + count]))
-            first += count
-        running = self._running[plan.step] = asyncio.get_running_loop().create_future()
-        try:
-            await self._finish(plan, futures, members)
-        finally:
-            del self._running[plan.step]
-            running.set_result(None)
-        self.tokens_total += sum(plan.tokens_per_rank)
-        for member, count in zip(members, plan.tokens_per_rank, strict=True):
-            self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
-        self._phases[plan.step] = tuple(future.result().get("phases", {}) for future in futures)
-        for share, future in zip(shares, futures, strict=False):
-            for part, experts in future.result().get("left_out", ()):
-                plan.left_out.setdefault(share[part][0], set()).update(experts)
-        if plan.device_rows:
-            for mine, future in zip(plan.shares, futures, strict=True):
-                plan.refused.update({mine[part][0]: why for part, why in future.result().get("refused", ())})
-        return out_MK
+    async def steps_done(self) -> None:
+        """Waits for the steps that run now, however they end."""
+        await self.steps.ended()
+
+    @property
+    def tokens_total(self) -> int:
+        return self.steps.tokens_total
 
     def rank_of(self, region: int) -> int:
         """Which rank has a client's region open. Raises InvalidRequest or NotReady where none has."""
@@ -269,43 +222,6 @@ class Pool:
         """As `empty`, for bytes; few of them are not worth a block."""
         shared = self.arena.buffer(nbytes) if self.arena is not None and nbytes > INLINE_BYTES else None
         return shared if shared is not None else bytearray(nbytes)
-
-    def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
-        """Each rank's seconds by phase, once, after `step` has returned."""
-        return self._phases.pop(step, ())
-
-    async def _finish(
-        self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]
-    ) -> None:
-        # Steps in front of this one on the ranks count against its time too.
-        limit = self.config.scheduler.step_timeout_s * len(self._running)
-        _, waiting = await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        failures = _failures(futures)
-        if not failures and not waiting:
-            return
-        if not failures:
-            late = [members[rank] for rank, future in enumerate(futures) if future in waiting]
-            text = f"step {plan.step} of layer {plan.layer}: no answer within {limit:g} s from {_who(late)}"
-            self.supervisor.fail(text)
-            _ignore(waiting)
-            raise RankFailed(text)
-        self.supervisor.fail(_describe(root_cause(failures), members))
-        if waiting:  # peers report within milliseconds; the first report is not always the cause
-            _, waiting = await asyncio.wait(futures, timeout=SETTLE_S)
-            failures = _failures(futures)
-            _ignore(waiting)
-        # Who is put down because it cannot leave the step is not the cause of it.
-        failures = [replace(each, consequence=each.consequence or members[each.rank].put_down) for each in failures]
-        cause = root_cause(failures)
-        self.supervisor.blame(members[cause.rank], cause)
-        text = self.supervisor.cause = _describe(cause, members)
-        log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
-        raise RankFailed(text)
-
-    async def steps_done(self) -> None:
-        """Waits for the steps that run now, however they end."""
-        if self._running:
-            await asyncio.wait(list(self._running.values()))
 
     # Making and joining ranks.
 
@@ -418,7 +334,7 @@ class Pool:
             return
         lost = [member for member in self.members if not member.alive]
         if lost:  # died between warm-up and now; its report came while nobody listened
-            self.supervisor.fail(f"processes are gone: {_who(lost)}")
+            self.supervisor.fail(f"processes are gone: {who(lost)}")
             return
         self.serving.set()
         self.on_state("serving")
@@ -448,35 +364,8 @@ class Pool:
         raise RankFailed("the actor that holds the group's store cannot be started")
 
 
-def _describe(failure: Failure, members: Sequence[Member]) -> str:
-    """Rank, step and phase, what happened, and where."""
-    return f"{failure.describe()} [{members[failure.rank].where}]"
-
-
-def _who(members: Sequence[Member]) -> str:
-    """Ranks, where they are, and what they were last seen at."""
-
-    def one(member: Member) -> str:
-        phase = f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""
-        return f"rank {member.rank} ({member.where}{phase})"
-
-    return "; ".join(map(one, members))
-
-
 async def _ended(tasks: Sequence[asyncio.Future], *, cancel: bool = True) -> None:
     for task in tasks:
         if cancel:
             task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:
-    """Of those that have ended, in the order of ranks."""
-    errors = [(rank, future.exception()) for rank, future in enumerate(futures) if future.done()]
-    return [replace(error.failure, rank=rank) for rank, error in errors if isinstance(error, RankLost)]
-
-
-def _ignore(futures: set[asyncio.Future[dict[str, Any]]]) -> None:
-    """Their exceptions come later and are nobody's business any more."""
-    for future in futures:
-        future.add_done_callback(lambda each: each.exception())

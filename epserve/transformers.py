@@ -40,6 +40,9 @@ from epserve.serving.wire import DTYPE_NAMES
 
 NAME = "epserve"
 BINDING = "_epserve_binding"  # attribute of an experts module or an MoE block
+REGISTER_AGAIN_S = (
+    1.0  # for a region in the place of one that is lost; the request goes over the wire where that takes longer
+)
 RETRY_FOR_S = 120.0  # longer than a service needs to replace a rank and load its weights again
 # Families whose MoE block takes hidden states and returns them, nothing else: the service can run it whole.
 BLOCK_FAMILIES = ("deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -106,15 +109,17 @@ class Service:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def register_region(self) -> None:
-        """Make the shared memory known to the service; does nothing where there is none, or it is known."""
+    def register_region(self, timeout: float | None = None) -> None:
+        """Make the shared memory known to the service; does nothing where there is none, or it is known. timeout: seconds,
+        default: as long as a request is sent again."""
         if self._region is None and self._shared_memory_bytes:
-            self._region = self._held.enter_context(self.transport.register_region(self._shared_memory_bytes))
+            registration = self.transport.register_region(self._shared_memory_bytes, timeout=timeout)
+            self._region = self._held.enter_context(registration)
 
     def _over_region(self, send: Callable[..., Any], layer: int, given: Sequence[torch.Tensor]) -> Any:
         """Through the shared memory; over the wire where there is none, it is full, or the service does not know it."""
         with suppress(EpserveError):  # a service that is just away: the request below waits for it
-            self.register_region()
+            self.register_region(REGISTER_AGAIN_S)
         if self._region is None:
             return send(layer, *given)
         try:

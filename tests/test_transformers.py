@@ -333,9 +333,11 @@ class WithRegions(InProcess):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.known, self.registered, self.over_region, self.away = set(), 0, 0, False
+        self.timeouts = []
 
     @contextmanager
-    def register_region(self, size):
+    def register_region(self, size, *, timeout):
+        self.timeouts.append(timeout)
         if self.away:
             raise NotReady("away")
         self.registered += 1
@@ -367,6 +369,8 @@ def test_shared_memory_that_is_full_or_forgotten_is_passed_over(qwen):
         served.away = True
         assert torch.equal(greedy(remote), wanted)
         assert served.registered == 2
+        first, *again = served.timeouts
+        assert first is None and max(again) <= 1.0, "a request waits for a service that is away, its region does not"
 
 
 @pytest.mark.gpu

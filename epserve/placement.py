@@ -232,20 +232,49 @@ def rebalance_hierarchical(
 def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
     """`physical_to_logical` for any layout, ranks of different sizes included.
 
-    Copies go to the highest load per copy, then the heaviest copy first to the least loaded rank with room. A rank gets a
-    second copy of an expert only where nothing else is possible: copies on one rank would be lost together.
+    Each expert has two copies before any has three, where there are slots for that: then the loss of a rank loses none. Further
+    copies go to the highest load per copy, at most one for each rank; then the heaviest copy first to the least loaded rank
+    with room. A rank gets a second copy of an expert only where nothing else is possible: it would help nobody.
     """
-    experts, copies = replicate_experts(loads, layout.num_experts)
-    shares = [loads[expert] / copies[expert] for expert in experts]
+    ranks, slots = layout.num_ranks, layout.num_experts
+    least = 2 if ranks > 1 and slots >= 2 * len(loads) else 1
+    copies = [least] * len(loads)
+    if slots < len(loads):
+        raise ConfigError(f"{slots} replicas are fewer than the {len(loads)} experts")
+    for _ in range(slots - least * len(loads)):
+        # A copy beyond one for each rank has no place that helps, so it comes last; experts without load share alike.
+        hottest = max(range(len(loads)), key=lambda e: (copies[e] < ranks, loads[e] / copies[e], -copies[e]))
+        copies[hottest] += 1
+    shares = [load / number for load, number in zip(loads, copies, strict=True)]
     held: list[list[int]] = [[] for _ in layout.counts]
-    totals = [0.0] * layout.num_ranks
+    totals = [0.0] * ranks
     # Copies of one expert come one after the other, those with most copies first: they are hardest to keep apart.
-    for item in sorted(range(len(experts)), key=lambda i: (-shares[i], -copies[experts[i]], experts[i])):
-        room = [rank for rank, count in enumerate(layout.counts) if len(held[rank]) < count]
-        rank = min(room, key=lambda r: (experts[item] in held[r], totals[r], len(held[r]), r))
-        held[rank].append(experts[item])
-        totals[rank] += shares[item]
+    for expert in sorted(range(len(loads)), key=lambda e: (-shares[e], -copies[e], e)):
+        for _ in range(copies[expert]):
+            room = [rank for rank, count in enumerate(layout.counts) if len(held[rank]) < count]
+            rank = min(room, key=lambda r: (expert in held[r], totals[r], len(held[r]), r))
+            held[rank].append(expert)
+            totals[rank] += shares[expert]
+    _part_copies(held, shares)
     return tuple(expert for rank in held for expert in rank)
+
+
+def _part_copies(held: list[list[int]], shares: Sequence[float]) -> None:
+    """Swap second copies on one rank for experts that it lacks, those of the most similar share, until no swap helps."""
+    for here in held:
+        for slot, expert in enumerate(here):
+            if expert not in here[:slot]:
+                continue
+            swaps = [
+                (abs(shares[other] - shares[expert]), rank, place)
+                for rank, there in enumerate(held)
+                if expert not in there
+                for place, other in enumerate(there)
+                if other not in here or there.count(other) > 1
+            ]
+            if swaps:
+                _, rank, place = min(swaps)
+                here[slot], held[rank][place] = held[rank][place], expert
 
 
 def rebalance(

@@ -57,6 +57,25 @@ def test_two_copies_of_each_expert_survive_the_loss_of_any_rank(experts, ranks):
         assert [less.experts_of(new) for new in range(ranks - 1)] == [placement.experts_of(old) for old in kept]
 
 
+@pytest.mark.parametrize(
+    ("experts", "slots", "ranks"), [(16, 32, 2), (8, 16, 3), (8, 19, 4), (60, 123, 7), (4, 11, 2)], ids=str
+)
+def test_hot_experts_never_take_the_second_copy_of_others(experts, slots, ranks):
+    """Nor a second copy on one rank, which would help nobody, while that rank lacks an expert that another one has twice."""
+    layout = ExpertLayout.even(slots, ranks)
+    for loads in (
+        [1e6 / (1 + expert) for expert in random.Random(experts).sample(range(experts), experts)],
+        [1e6, *[1.0] * (experts - 1)],
+        [1e6, *[0.0] * (experts - 1)],
+        [0.0] * experts,
+    ):
+        placement = Placement.spread(experts, layout, loads=loads)
+        held = [placement.experts_of(rank) for rank in range(ranks)]
+        assert all(sum(expert in each for each in held) >= 2 for expert in range(experts)), (loads[:4], held)
+        assert all(len(set(each)) == min(len(each), experts) for each in held), (loads[:4], held)
+        assert all(placement.without({lost}, version=1) is not None for lost in range(ranks))
+
+
 def test_the_loss_of_a_last_copy_is_told():
     placement = Placement.identity(8, 4)
     assert placement.without({1}, version=1) is None
@@ -371,9 +390,8 @@ async def test_sizes_that_cannot_be(engine):
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_copies_bridge_the_loss_of_a_rank(engine, paths, record_property):
-    done = await engine.rebalance()  # whatever it does, each expert keeps two copies only by the even spread below
-    assert done.skipped == ()
-    await engine._pool.changes.rebalance(loads={layer: [1.0] * 8 for layer in engine.layers})
+    done = await engine._pool.changes.rebalance(loads={layer: [9.0, *[1.0] * 7] for layer in engine.layers})
+    assert done.skipped == ()  # and each expert has two copies on two ranks, the busy one and all others
     load = Load(engine, paths["float32"])
     while load.answers < 10:
         await asyncio.sleep(0.01)

@@ -175,7 +175,9 @@ def test_outputs_are_bit_equal_over_moves_on_gpus(path, scheme, dynamic):
         pytest.skip("needs 2 CUDA GPUs")
     results = run_ranks(move_on_ranks, 2, path, scheme, dynamic, "triton", device="cuda", timeout=300)
     for outputs, came_from, reads in results:
-        assert all(torch.allclose(each, outputs[0], rtol=2e-2, atol=2e-2) for each in outputs)
+        # Partial sums of ranks are rounded to bf16: where two of them nearly cancel, an element says little by itself.
+        want = outputs[0].float()
+        assert all((each.float() - want).norm() < 1e-2 * want.norm() for each in outputs)
         assert reads == 0 and came_from["peer"] > MOVES
 
 

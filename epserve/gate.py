@@ -203,3 +203,14 @@ def _limit_to_groups(choice_ME: torch.Tensor, spec: GateSpec) -> torch.Tensor:
 
 def _float(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.float()
+
+
+def whole(routing: Routing, top_k: int) -> Routing:
+    """As many columns as the kernels are made for: a request may name fewer experts a token than the model does."""
+    missing = top_k - routing.ids_Mt.shape[1]
+    if missing == 0:
+        return routing
+    return Routing(
+        ids_Mt=torch.nn.functional.pad(routing.ids_Mt, (0, missing), value=-1),
+        weights_Mt=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
+    )

@@ -13,8 +13,6 @@ worker.close()                    collective
 
 from __future__ import annotations
 
-import resource
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +22,10 @@ import torch
 
 from epserve import rank_plan
 from epserve.config import Config
+from epserve.device_facts import compile_counter, free_bytes, peak_bytes
 from epserve.errors import CheckpointError, InternalError, NotReady
 from epserve.expert_load import LoadCounter
-from epserve.gate import fitted, route
+from epserve.gate import fitted, route, whole
 from epserve.gate import warm_up as warm_up_gate
 from epserve.models import LateCheckpoint, LayerWeights, UnchangedCheckpoint, open_checkpoint
 from epserve.models.slices import SlicedLayers
@@ -111,7 +110,7 @@ class Worker:
     @property
     def late_compiles(self) -> int:
         """Kernels that Triton compiled after warm-up, on the request path."""
-        counter = _compile_counter()
+        counter = compile_counter()
         return counter.num_late if counter is not None else 0
 
     @property
@@ -131,7 +130,7 @@ class Worker:
             experts=self.experts,
             num_layers=len(self._layers),
             weights_bytes=self.weights_bytes,
-            peak_bytes=self._peak_bytes(),
+            peak_bytes=peak_bytes(self.ranks.device),
             seconds=time.perf_counter() - start,
             backends=self.plan.chosen.names,
         )
@@ -167,7 +166,7 @@ class Worker:
             self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
         self._capture({layer: (self.placements[layer].version, weights) for layer, weights in self._layers.items()})
-        if (counter := _compile_counter()) is not None:
+        if (counter := compile_counter()) is not None:
             counter.ready()
         self.phase = IDLE
 
@@ -355,7 +354,7 @@ class Worker:
             self.load_counter.add(plan.layer, routing.ids_Mt)
             self.left_out = left_out(routing.ids_Mt, placement, plan.parts or (len(x_MK),))
         out_MK = self.kernels.forward(
-            (plan.layer, plan.placement), x_MK, _whole(physical, self.info.top_k), weights=weights.experts,
+            (plan.layer, plan.placement), x_MK, whole(physical, self.info.top_k), weights=weights.experts,
             tokens_per_rank=plan.tokens_per_rank, shared_experts=shared,
         )  # fmt: skip
         done = self.counters
@@ -410,33 +409,4 @@ class Worker:
 
     def _free_bytes(self) -> int:
         """Of the device, this rank's share of it."""
-        return _free_bytes(self.ranks.device) // self.ranks.sharers
-
-    def _peak_bytes(self) -> int:
-        if self.ranks.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.ranks.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def _whole(routing: Routing, top_k: int) -> Routing:
-    """As many columns as the kernels are made for: a request may name fewer experts a token than the model does."""
-    missing = top_k - routing.ids_Mt.shape[1]
-    if missing == 0:
-        return routing
-    return Routing(
-        ids_Mt=torch.nn.functional.pad(routing.ids_Mt, (0, missing), value=-1),
-        weights_Mt=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
-    )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _compile_counter():
-    """Triton's, where a backend of this process uses it; nothing here may import Triton."""
-    module = sys.modules.get("experts.triton_compiles")
-    return module.COUNTER if module is not None else None
+        return free_bytes(self.ranks.device) // self.ranks.sharers

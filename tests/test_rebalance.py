@@ -180,7 +180,7 @@ def ready_worker(path, **engine):
 
 def test_no_memory_for_a_move_changes_nothing(paths, monkeypatch):
     worker = ready_worker(paths["float32"])
-    monkeypatch.setattr("epserve.worker._free_bytes", lambda device: worker.weights_bytes)
+    monkeypatch.setattr("epserve.worker.free_bytes", lambda device: worker.weights_bytes)
     assert not worker.stage(LAYER, worker.plan.placement.with_version(1))
     worker.adopt(LAYER, 1)
     assert worker.placements[LAYER].version == 0

@@ -54,7 +54,9 @@ def _call(method: str, request, address: str, token_file: Path | None, tls_ca: P
     from epserve.errors import EpserveError
     from epserve.serving import admin_pb2_grpc as pb_grpc
     from epserve.serving import status
+    from epserve.serving.client_checks import check_target
 
+    check_target(address)
     metadata = []
     if token_file is not None:
         metadata.append(("authorization", f"Bearer {read_token(token_file)}"))

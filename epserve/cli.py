@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from epserve import __version__, admin_cli, cluster_cli, entry, logs, profile_cli, tune_cli
 from epserve.admin_cli import Authority
@@ -165,6 +165,9 @@ def call(
     token = read_token(token_file) if token_file else None
     soon = ClientOptions(retry=RetryPolicy(attempts=10))  # 7 s where nothing listens: somebody waits for the answer
     with Client(address, soon, token=token, tls_ca=tls_ca) as client:
+        if (state := client.status(timeout=timeout).state) != "serving":
+            console.print(f"{address} is {state}: waiting for it, at most {timeout:g} s")
+            client.wait_ready(timeout)
         model = client.model(timeout=timeout)
         layer = model.layers[0] if layer is None else layer
         x = torch.randn((tokens, model.hidden), generator=torch.Generator().manual_seed(seed))
@@ -203,7 +206,7 @@ def doctor(
     from epserve.doctor import Verdict, examine
 
     colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
-    table = Table("what", "", "detail", "remedy", box=None)
+    table = Table("what", "", *(Column(name, overflow="fold") for name in ("detail", "remedy")), box=None)
     findings = examine(port, host)
     for finding in findings:
         verdict = f"[{colours[finding.verdict]}]{finding.verdict.value}[/]"

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from epserve.errors import ConfigError
 
 MIB = 1 << 20
+GPU_PART = 1e-4
+"""Ray keeps resources as whole multiples of this."""
 
 
 class _Section(BaseModel):
@@ -151,6 +153,19 @@ class ClusterConfig(_Section):
     shared_memory_bytes: Annotated[int, Field(ge=MIB)] = 1024 * MIB
     """Most shared memory for activations on their way to the ranks and back. What finds no room goes over the sockets.
     Ranks on GPUs pin all of it."""
+
+    @model_validator(mode="after")
+    def _parts_of_gpus(self):
+        each = self.gpus_per_rank
+        if each > 1 and each != int(each):
+            raise ValueError(
+                f"gpus_per_rank {each:g}: above 1 it must be a whole number; 1 gives each rank a GPU of its own"
+            )
+        if 0 < each < GPU_PART:
+            raise ValueError(
+                f"gpus_per_rank {each:g}: Ray counts GPUs in parts of {GPU_PART:g}, the least that it sets aside"
+            )
+        return self
 
     @property
     def ranks_per_gpu(self) -> int:
@@ -396,4 +411,8 @@ def _explain(item) -> str:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
     close = difflib.get_close_matches(str(item["loc"][-1]), section.model_fields, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
+    # The right word in the wrong section is nearer than any other word.
+    for name, field in Config.model_fields.items():
+        if len(item["loc"]) == 2 and item["loc"][1] in field.annotation.model_fields:  # type: ignore[union-attr]
+            hint = f"; did you mean '{name}.{item['loc'][1]}'?"
     return f"{where}: unknown key{hint} (known: {', '.join(section.model_fields)})"

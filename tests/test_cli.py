@@ -109,6 +109,9 @@ def test_a_wrong_configuration_is_one_message(tmp_path, content, expected):
         ("model: {path: x}\nserver: {tls_key: a}", r"server: tls_cert is missing.*tls_key is set"),
         ("model: {path: x}\nserver: {join_port: 0}", r"join_secret_file is missing.*join_port is set"),
         ("model: {path: x}\nserver: {join_secret_file: a}", r"join_port is missing.*join_secret_file is set"),
+        ("model: {path: x}\nengine: {gpus_per_rank: 0.5}", r"engine\.gpus_per_rank: .*mean 'cluster\.gpus_per_rank'"),
+        ("model: {path: x}\ncluster: {gpus_per_rank: 1.5}", r"gpus_per_rank 1\.5: above 1 it must be a whole number"),
+        ("model: {path: x}\ncluster: {gpus_per_rank: 0.00001}", r"gpus_per_rank 1e-05: .* parts of 0\.0001"),
     ],
 )
 def test_a_wrong_configuration_says_which_key(tmp_path, content, expected):

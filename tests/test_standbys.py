@@ -126,6 +126,14 @@ async def test_behind_a_cut_cable_none_is_asked(quick):
     assert [process.dropped for process in made if process.node_id == "a"] == [True]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "wanted"), [("aab", 1, 2), ("aab", 2, 0), ("abc", 0, 0), ("aaaabbbb", 3, 4), ("", 0, 0)]
+)
+def test_ranks_that_are_lost_together_want_as_many_standbys(nodes, per_node, wanted):
+    said = standbys.too_few(nodes, per_node)
+    assert (f"engine.standbys is {per_node}: set it to {wanted}," in said) if wanted else not said
+
+
 def test_places_remember_who_was_there():
     config = parse_config({"model": {"path": "."}})
     gang, group = Gang(config, "cpu"), SimpleNamespace()

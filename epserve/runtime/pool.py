@@ -43,7 +43,7 @@ from .newcomers import Holders, Welcome
 from .pool_steps import PoolSteps, who
 from .shm import Arena
 from .spares import Spares
-from .standbys import FIRST_DELAY_S, Standbys
+from .standbys import FIRST_DELAY_S, Standbys, too_few
 from .supervisor import Marks, Recovery, Supervisor
 from .transport import INLINE_BYTES, LinkAddress, SocketLink
 
@@ -147,6 +147,9 @@ class Pool:
         backends = {report.backends for report in reports if report is not None}
         if len(backends) > 1:
             raise ConfigError(f"the ranks chose different backends {sorted(backends)}: name them in the configuration")
+        nodes = [member.facts.node_id for member in self.members if member.facts is not None]
+        if not self.interruptible and (advice := too_few(nodes, engine.standbys)):
+            log.warning(advice)
         self.started = True
         self.supervisor.start()
         self.changes.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from epserve.backend_choice import Chosen
@@ -19,6 +20,17 @@ log = logging.getLogger(__name__)
 FIRST_DELAY_S = 10.0  # after the service is up: a starting process takes a core for seconds
 DELAY_S = 1.5  # after one was used; spares, which come first, start after a second
 RETRY_S = 30.0  # after one that could not start
+
+
+def too_few(nodes: Iterable[str], per_node: int) -> str:
+    """What to say where ranks on `nodes` (one entry a rank) can only be lost together; empty: there are standbys for all."""
+    most = max(Counter(nodes).values(), default=0)
+    if most < 2 or per_node >= most:
+        return ""
+    return (
+        f"a rank that is lost within a step takes those along that wait for it, since nothing ends kernels of this all-to-all."
+        f" A node has up to {most} ranks and engine.standbys is {per_node}: set it to {most}, so that all are back within seconds"
+    )
 
 
 class Standbys:

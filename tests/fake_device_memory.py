@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class FakeGpuMemory:
         self._map = mmap.mmap(fd, 0)
         os.close(fd)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.free = weakref.finalize(self, self.path.unlink, missing_ok=True)  # as the process's end does to a GPU's
 
     def piece(self, offset: int, nbytes: int) -> tuple[Any, torch.Tensor]:
         holder = (ctypes.c_ubyte * nbytes).from_buffer(self._map, offset)
@@ -51,9 +53,6 @@ class FakeGpuMemory:
 
     def finish(self) -> None:
         pass
-
-    def free(self) -> None:
-        self.path.unlink(missing_ok=True)
 
 
 class FakeDeviceMemory:

@@ -60,6 +60,8 @@ def test_a_process_that_ends_while_it_starts_leaves_its_reason():
     class Died(RayError):
         pass
 
-    starting = "The actor died because of an error raised in its creation task, ray::A.__init__()\n  File\nImportError: boom"
+    starting = (
+        "The actor died because of an error raised in its creation task, ray::A.__init__()\n  File\nImportError: boom"
+    )
     assert members._reason(Died(starting)) == "ImportError: boom"
     assert members._reason(Died("The actor died unexpectedly.\n\tpid: 24097\nWorker exit type: SYSTEM_ERROR")) == "Died"

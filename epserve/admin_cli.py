@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from epserve.client import Tls
 
 Address = Annotated[str, typer.Argument(help="host:port of a service.")]
 TokenFile = Annotated[
@@ -15,16 +18,33 @@ Authority = Annotated[
     Path | None,
     typer.Option(help="Certificate authority of the server; turns TLS on.", exists=True, dir_okay=False, readable=True),
 ]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        help="Our own certificate, where the server wants one (server.tls_client_ca).", exists=True, dir_okay=False
+    ),
+]
+Key = Annotated[Path | None, typer.Option(help="The key of --tls-cert.", exists=True, dir_okay=False, readable=True)]
+Name = Annotated[str, typer.Option(help="Name in the server's certificate, where it is not the address's.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait.", min=0.001)]
 
 
+def tls_of(ca: Path | None, cert: Path | None, key: Path | None, name: str) -> Tls | None:
+    """What the four options say; None: no TLS."""
+    from epserve.client import Tls
+
+    return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key or name else None
+
+
 def rebalance(
-    address: Address = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: Authority = None, timeout: Timeout = 600
-) -> None:
+    address: Address = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: Authority = None,
+    tls_cert: Certificate = None, tls_key: Key = None, tls_name: Name = "", timeout: Timeout = 600,
+) -> None:  # fmt: skip
     """Move experts to where they balance the load that was counted, while the service goes on."""
     from epserve.serving import admin_pb2 as pb
 
-    done = _call("Rebalance", pb.RebalanceRequest(), address, token_file, tls_ca, timeout)
+    tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
+    done = _call("Rebalance", pb.RebalanceRequest(), address, token_file, tls, timeout)
     print(
         f"{done.moved} slots moved in {len(done.layers)} layers in {done.seconds:.1f} s; the busiest rank had"
         f" {done.imbalance_before:.2f} of the mean, now {done.imbalance_after:.2f}"
@@ -38,16 +58,20 @@ def scale(
     ranks: Annotated[int, typer.Argument(help="How many there shall be.", min=1)],
     token_file: TokenFile = None,
     tls_ca: Authority = None,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_name: Name = "",
     timeout: Timeout = 600,
 ) -> None:
     """Go on with another number of ranks; requests wait for a moment, none is lost."""
     from epserve.serving import admin_pb2 as pb
 
-    done = _call("Scale", pb.ScaleRequest(ranks=ranks), address, token_file, tls_ca, timeout)
+    tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
+    done = _call("Scale", pb.ScaleRequest(ranks=ranks), address, token_file, tls, timeout)
     print(f"{done.before} -> {done.after} ranks in {done.seconds:.1f} s; requests waited {done.paused_seconds:.2f} s")
 
 
-def _call(method: str, request, address: str, token_file: Path | None, tls_ca: Path | None, timeout: float):
+def _call(method: str, request, address: str, token_file: Path | None, tls: Tls | None, timeout: float):
     import grpc
 
     from epserve.config import read_token
@@ -60,10 +84,11 @@ def _call(method: str, request, address: str, token_file: Path | None, tls_ca: P
     metadata = []
     if token_file is not None:
         metadata.append(("authorization", f"Bearer {read_token(token_file)}"))
-    if tls_ca is None:
+    if tls is None:
         channel = grpc.insecure_channel(address)
     else:
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(tls_ca.read_bytes()))
+        name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+        channel = grpc.secure_channel(address, tls.credentials(), options=name)
     with channel:
         try:
             return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)

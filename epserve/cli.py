@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from epserve import __version__, admin_cli, cluster_cli, entry, logs, profile_cli, tune_cli
-from epserve.admin_cli import Authority
+from epserve.admin_cli import Authority, Certificate, Key, Name, tls_of
 from epserve.errors import EpserveError
 
 TokenFile = Annotated[
@@ -151,6 +151,9 @@ def call(
     timeout: Annotated[float, typer.Option(help="Seconds for each call.", min=0.001)] = 60.0,
     token_file: TokenFile = None,
     tls_ca: Authority = None,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_name: Name = "",
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
 ) -> None:
     """Send a batch of random tokens through one layer and print what came back."""
@@ -163,8 +166,11 @@ def call(
 
     console = Console()
     token = read_token(token_file) if token_file else None
-    soon = ClientOptions(retry=RetryPolicy(attempts=10))  # 7 s where nothing listens: somebody waits for the answer
-    with Client(address, soon, token=token, tls_ca=tls_ca) as client:
+    tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
+    soon = ClientOptions(
+        tls=tls, retry=RetryPolicy(attempts=10)
+    )  # 7 s where nothing listens: somebody waits for the answer
+    with Client(address, soon, token=token) as client:
         if (state := client.status(timeout=timeout).state) != "serving":
             console.print(f"{address} is {state}: waiting for it, at most {timeout:g} s")
             client.wait_ready(timeout)
@@ -188,13 +194,17 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
     token_file: TokenFile = None,
     tls_ca: Authority = None,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_name: Name = "",
 ) -> None:
     """Watch a service: state, ranks, rates, latencies, queue and the load of each expert."""
     from epserve.config import read_token
     from epserve.top import run
 
     token = read_token(token_file) if token_file else None
-    run(address, token=token, tls_ca=tls_ca, interval_s=interval, once=once, console=Console())
+    tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
+    run(address, token=token, tls=tls, interval_s=interval, once=once, console=Console())
 
 
 @app.command()

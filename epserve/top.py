@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from epserve.client import Client
+from epserve.client import Client, ClientOptions, Tls
 from epserve.errors import EpserveError
 from epserve.serving import epserve_pb2 as pb
 
@@ -148,10 +148,10 @@ class View:
         return table
 
 
-def run(address: str, *, token: str | None, tls_ca: Any, interval_s: float, once: bool, console: Console) -> None:
+def run(address: str, *, token: str | None, tls: Tls | None, interval_s: float, once: bool, console: Console) -> None:
     """Until Ctrl-C; with `once` one frame. Raises EpserveError when the first question has no answer."""
     view = View(address)
-    with Client(address, token=token, tls_ca=tls_ca) as client:
+    with Client(address, ClientOptions(tls=tls), token=token) as client:
         view.model = client.model(timeout=5.0)
         view.take(client.status(timeout=5.0), time.monotonic())
         if once:

@@ -14,6 +14,7 @@ from epserve.serving import admin_pb2 as pb
 from epserve.serving import admin_pb2_grpc as pb_grpc
 from epserve.serving.admin import AdminServicer
 from epserve.serving.server import Server
+from tests.clients import serving_in_thread
 from tests.fake_engine import FakeEngine
 
 
@@ -106,3 +107,16 @@ def test_without_tokens_only_this_machine_may():
     with pytest.raises(Exception, match=r"ipv4:10\.0\.0\.9:5 is on another machine"):
         open_one._check(From("ipv4:10.0.0.9:5"))
     AdminServicer(Movable(), guarded=True)._check(From("ipv4:10.0.0.9:5"))
+
+
+def test_commands_show_a_certificate_too(certificates):
+    names = {"tls_cert": "server.pem", "tls_key": "server.key", "tls_client_ca": "ca.pem"}
+    files = {"--tls-ca": "ca.pem", "--tls-cert": "client.pem", "--tls-key": "client.key"}
+    ours = [word for option, name in files.items() for word in (option, str(certificates / name))]
+    with serving_in_thread(Movable(), **{key: certificates / name for key, name in names.items()}) as server:
+        address = f"localhost:{server.port}"
+        for words in (["call", address], ["top", address, "--once"], ["rebalance", address], ["scale", address, "2"]):
+            done = CliRunner().invoke(app, [*words, *ours])
+            assert done.exit_code == 0, (words, done.output, done.exception)
+            other = CliRunner().invoke(app, [*words, *ours, "--tls-name", "elsewhere"])
+            assert other.exit_code and "--tls-name" in str(other.exception), (words, other.output)

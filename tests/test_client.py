@@ -193,6 +193,8 @@ class TestSecurity:
             anonymous = Client(f"localhost:{server.port}", options, tls_ca=certificates / "ca.pem")
             with anonymous, pytest.raises(errors.NotReady):
                 anonymous.model()
+
+    def test_files_of_tls_that_do_not_fit(self, certificates):
         with pytest.raises(errors.ConfigError, match="cert and key come together"):
             Client("localhost:1", ClientOptions(tls=Tls(cert=certificates / "client.pem")))
         with pytest.raises(errors.ConfigError, match=r"cannot read .*missing"):

@@ -167,7 +167,7 @@ async def test_once_prints_one_frame_of_a_real_server():
 async def test_a_service_that_is_not_there_is_one_clear_error():
     with pytest.raises(NotReady):
         await asyncio.to_thread(
-            run, "127.0.0.1:1", token=None, tls_ca=None, interval_s=1.0, once=True, console=Console(file=io.StringIO())
+            run, "127.0.0.1:1", token=None, tls=None, interval_s=1.0, once=True, console=Console(file=io.StringIO())
         )
 
 

@@ -102,7 +102,7 @@ client that balances, for whom another front end may only be away."""
 UNTRUSTED = "no authority in tls.ca (tls_ca, --tls-ca; none: the system's) has signed the server's certificate"
 OTHER_NAME = (
     "the server's certificate is for other names than the target's host; use one that is in it, or say it:"
-    " Tls(ca=..., server_name=...)"
+    " Tls(ca=..., server_name=...), --tls-name on the command line"
 )
 MISFITS = (
     ("certificate has expired", "the server's certificate has expired; renew it, or set the clock here"),
@@ -118,7 +118,7 @@ MISFITS = (
 """Words of a TLS handshake that failed -> what does not fit. The next attempt ends alike: only a change on either side helps."""
 MAY_WANT_TLS = (
     "the port may want TLS (tls_ca=, or ClientOptions(tls=Tls(ca=...)), --tls-ca on the command line) or, with"
-    " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...))"
+    " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...); --tls-cert, --tls-key)"
 )
 NO_GRPC = "the port may be another service's, or a proxy's, that speaks no gRPC"
 

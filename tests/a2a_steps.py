@@ -43,7 +43,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
-from tests.ranks import take_gpu
+from tests.ranks import RANKS_PER_GPU, take_gpu
 
 BANK = 32  # sets of ids and weights that steps draw from
 MIB = 1 << 20
@@ -160,7 +160,8 @@ class Rank:
         taken = free - torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 0
         self.pf.check()
         assert growth <= SLACK[args.device], f"rank {self.rank}: memory grew by {growth / MIB:.1f} MiB"
-        assert taken <= 256 * MIB, f"rank {self.rank}: the device has {taken / MIB:.0f} MiB less free"
+        if RANKS_PER_GPU == 1:  # the other rank's start takes memory of a GPU that they share
+            assert taken <= 256 * MIB, f"rank {self.rank}: the device has {taken / MIB:.0f} MiB less free"
         early, late = (max(half, default=0.0) for half in errors)
         if min(map(len, errors)) >= 5:
             text = f"rank {self.rank}: errors drift from {early:.2e} to {late:.2e}"

@@ -139,5 +139,7 @@ def _show_plan(found) -> None:
     elif found.fits:
         print(f"fits: {need} of {have}; max_tokens_per_rank may be {found.largest_cap}")
     else:
-        remedy = f"max_tokens_per_rank {found.largest_cap} would fit" if found.largest_cap else "more ranks are needed"
+        # Ranks of a CPU share its machine's memory: more of them leave each with less.
+        needed = "more ranks" if found.device == "cuda" else "fewer ranks on a machine, or more machines,"
+        remedy = f"max_tokens_per_rank {found.largest_cap} would fit" if found.largest_cap else f"{needed} are needed"
         print(f"does not fit: {need} of {have}; {remedy}")

@@ -84,7 +84,7 @@ class EngineConfig(_Section):
     experts_tiles_timing_s: Annotated[float, Field(ge=0)] = 0.0
     """Most seconds that each rank spends at its start on timing a few tiles for what no table of its host has; 0: none. Needs
     experts_tiles auto."""
-    max_tokens_per_rank: Annotated[int, Field(ge=1)] = 1024
+    max_tokens_per_rank: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"
     """rank: partial sums of each rank are added, fewest bytes. slot: the same bits for any number of ranks."""

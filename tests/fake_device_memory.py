@@ -6,6 +6,7 @@ they do with a GPU's, but for the driver's calls.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -18,9 +19,12 @@ import torch
 
 from epserve.runtime.device_memory import Refused
 from epserve.runtime.rank import RankActor
+from epserve.serving import client_cuda_region
 
 SHM = Path("/dev/shm")
 GRANULE = 4096
+HIDDEN = 64
+SIZE = 1 << 20
 
 
 def uuid_of(number: int) -> str:
@@ -98,3 +102,23 @@ class RankOnFakeGpu(RankActor):
 
     def _device_memory(self) -> FakeDeviceMemory:
         return FakeDeviceMemory(self._rank)
+
+
+@contextlib.contextmanager
+def clients_on_made_up_gpus(monkeypatch):
+    """Clients' memory lies on made-up GPUs; what was made, and goes at the end."""
+    made: list[FakeGpuMemory] = []
+
+    class Remembered(FakeGpuMemory):
+        def __init__(self, size, device):
+            super().__init__(size, device)
+            made.append(self)
+
+    monkeypatch.setattr(client_cuda_region, "GpuMemory", Remembered)
+    yield made
+    for memory in made:
+        memory.free()
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(1000 * seed + count))

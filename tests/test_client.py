@@ -197,6 +197,8 @@ class TestSecurity:
     def test_files_of_tls_that_do_not_fit(self, certificates):
         with pytest.raises(errors.ConfigError, match="cert and key come together"):
             Client("localhost:1", ClientOptions(tls=Tls(cert=certificates / "client.pem")))
+        with pytest.raises(errors.ConfigError, match="a file's path is wanted, not bytes"):
+            Client("localhost:1", tls_ca=b"-----BEGIN CERTIFICATE-----")
         with pytest.raises(errors.ConfigError, match=r"cannot read .*missing"):
             Client("localhost:1", tls_ca=certificates / "missing")
 

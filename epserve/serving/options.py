@@ -133,6 +133,8 @@ class ClientOptions:
 
 
 def _read(path: Path | str) -> bytes:
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"tls: a file's path is wanted, not {type(path).__name__}; write the PEM text into a file")
     try:
         return Path(path).read_bytes()
     except OSError as error:

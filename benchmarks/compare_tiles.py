@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, relative_error
+from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, num_sets, relative_error
 from benchmarks.experts import BOOK, Standard, environment, stored_peers
 from epserve.modular_kernel import DispatchHandle, Prepared, Routing
 from experts.tile_candidates import First, Options, joined
@@ -116,7 +116,7 @@ class Cell:
         self.m, self.shape = int(m), SHAPES[self.name]
         self.problem = Problem.of(self.shape.spec(self.dtype, "cuda"), self.shape.local_experts)
         self.old = shipped("NVIDIA H200")[self.problem.key][self.m]
-        self.sets = 8 if self.m <= 64 else 4 if self.m <= 1024 else 2
+        self.sets = num_sets(self.m)
         self.options: dict[tuple[int, str], list] = {}
         for bm in {self.old.bm: 0, **({} if self.dtype == "fp8_block" else {192: 0})}:
             first, second = (variants(self.old, self.dtype, bm, gated=g, without=without) for g in (True, False))

@@ -115,6 +115,11 @@ def _packed(size: tuple[int, int, int], dtype: str, generator: torch.Generator):
     return codes, unit * (0.5 + torch.rand(groups, device=device, generator=generator))
 
 
+def num_sets(m: int) -> int:
+    """Sets of inputs that are timed in turn, so that thin batches do not all find the same experts' weights in the cache."""
+    return 8 if m <= 64 else 4 if m <= 1024 else 2
+
+
 def make_inputs(shape: Shape, m: int, device: str, seed: int, skew: str = "uniform") -> Inputs:
     generator = torch.Generator().manual_seed(1000 + seed)
     scores = torch.rand((m, shape.global_experts), generator=generator)

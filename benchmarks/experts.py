@@ -40,6 +40,7 @@ from benchmarks.expert_inputs import (
     floor_us,
     make_inputs,
     make_weights,
+    num_sets,
     relative_error,
 )
 from benchmarks.torch_peer import TorchGroupedMM
@@ -191,7 +192,7 @@ def measure(kernel: Standard, shape: Shape, dtype: str, m: int, skew: str) -> di
     """Check one cell and time it. A failure is part of the result: it must not end the run."""
     result: dict = dict.fromkeys(("us", "floor_us", "err", "error"))
     try:
-        sets = 8 if m <= 64 else 4 if m <= 1024 else 2
+        sets = num_sets(m)
         batches = [make_inputs(shape, m, "cuda", m * 100 + i, skew) for i in range(sets)]
         pairs, active = (sum(getattr(batch, name) for batch in batches) / sets for name in ("pairs", "active"))
         result["floor_us"] = floor_us(shape, dtype, m, pairs, active)
@@ -212,7 +213,7 @@ def calibrate(peer: TorchGroupedMM | None, shape: Shape, m: int, skew: str) -> f
     """torch's grouped GEMMs on the same inputs, in us."""
     if peer is None:
         return None
-    sets = 8 if m <= 64 else 4 if m <= 1024 else 2
+    sets = num_sets(m)
     return time_graph(peer.run, [make_inputs(shape, m, "cuda", m * 100 + i, skew) for i in range(sets)])[0]
 
 
@@ -265,6 +266,12 @@ def stored_peers(skew: str, layout: str) -> dict:
         return {(row["shape"], row["dtype"], int(row["M"])): row for row in csv.DictReader(file)}
 
 
+def read_table(path: Path) -> dict[str, dict[int, Tiles]]:
+    """Tuned tiles by problem and bucket."""
+    cells = json.loads(path.read_text())["cells"]
+    return {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
+
+
 def environment() -> dict:
     driver = torch.cuda.get_device_properties(0)
     return {"gpu": driver.name, "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
@@ -283,10 +290,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
-    table = None
-    if options.table:
-        cells = json.loads(options.table.read_text())["cells"]
-        table = {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
+    table = read_table(options.table) if options.table else None
     layout = options.format if options.experts == "triton" else options.experts
     stored = stored_peers(options.skew, options.format)
     report = {"format": options.format, "experts": options.experts, "skew": options.skew, "commit": options.commit,

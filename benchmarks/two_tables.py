@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.expert_inputs import SHAPES, TOLERANCE, Shape, make_inputs, make_weights, relative_error
-from benchmarks.experts import MS, Standard, environment
+from benchmarks.expert_inputs import SHAPES, TOLERANCE, Shape, make_inputs, make_weights, num_sets, relative_error
+from benchmarks.experts import MS, Standard, environment, read_table
 from epserve.modular_kernel import ExpertWeights, Prepared
 from experts.triton_tiles import Problem, Tiles
 
@@ -27,15 +27,9 @@ ROUNDS = 30
 Table = dict[str, dict[int, Tiles]]
 
 
-def read(path: Path) -> Table:
-    cells = json.loads(path.read_text())["cells"]
-    return {key: {int(bucket): Tiles.from_json(cell) for bucket, cell in rows.items()} for key, rows in cells.items()}
-
-
 def captured(kernel: Standard, shape: Shape, dtype: str, m: int) -> tuple[torch.cuda.CUDAGraph, list[Prepared], float]:
     """A graph over several sets of inputs, these inputs, which must outlive it, and the relative L2 error of the first."""
-    sets = 8 if m <= 64 else 4 if m <= 1024 else 2
-    inputs = [make_inputs(shape, m, "cuda", m * 100 + i) for i in range(sets)]
+    inputs = [make_inputs(shape, m, "cuda", m * 100 + i) for i in range(num_sets(m))]
     prepared = [kernel.prepare(each) for each in inputs]
     error = relative_error(kernel.weights, inputs[0], kernel.run(prepared[0]), 256, dtype)
     torch.cuda.synchronize()
@@ -87,7 +81,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    tables = [read(path) for path in options.tables]
+    tables = [read_table(path) for path in options.tables]
     merged = json.loads(options.tables[0].read_text())
     report: dict = {"commit": options.commit, **environment(), "cells": []}
     for name in options.shapes:

@@ -87,8 +87,7 @@ def _call(method: str, request, address: str, token_file: Path | None, tls: Tls 
     if tls is None:
         channel = grpc.insecure_channel(address)
     else:
-        name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-        channel = grpc.secure_channel(address, tls.credentials(), options=name)
+        channel = grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())
     with channel:
         try:
             return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)

@@ -60,22 +60,31 @@ LARGE_CASES: dict[str, tuple[str, Tiles | None]] = {
 """Name -> dtype and tiles (None: the rule's own)."""
 
 
-def large_standard(name: str) -> str:
-    """Rows past 2^31 elements in x, h, y and the result; 256 rows, the last one among them, against float64."""
+def layer_of(name: str, rows: int):
+    """A case's weights and inputs, and its experts on poisoned scratch as a function."""
     dtype, tiles = LARGE_CASES[name]
-    torch.cuda.reset_peak_memory_stats()
-    weights, inputs = make_weights(LARGE, dtype, "cuda"), make_inputs(LARGE, ROWS, "cuda", 7)
+    weights, inputs = make_weights(LARGE, dtype, "cuda"), make_inputs(LARGE, rows, "cuda", 7)
     experts = TritonExperts(LARGE.spec(dtype, "cuda"))
     if tiles is not None:
         experts.table = {Problem.of(experts.spec, LARGE.local_experts).key: dict.fromkeys(BUCKETS, tiles)}
     routing = Routing(ids_Mt=inputs.ids_local, weights_Mt=inputs.weights)
     prepared = Prepared(x=inputs.x, routing=routing, handle=DispatchHandle(BOOK, None))
-    spaces, shapes = Workspaces("cuda"), experts.workspace_shapes(ROWS, 1, LARGE.local_experts)
+    spaces, shapes = Workspaces("cuda"), experts.workspace_shapes(rows, 1, LARGE.local_experts)
     spaces.reserve(shapes)
-    spaces.poison()
-    workspace = spaces.carve(shapes)
-    out = experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
-    return _judge_rows(weights, inputs, out, dtype)
+
+    def run() -> torch.Tensor:
+        spaces.poison()
+        workspace = spaces.carve(shapes)
+        return experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
+
+    return weights, inputs, run
+
+
+def large_standard(name: str) -> str:
+    """Rows past 2^31 elements in x, h, y and the result; 256 rows, the last one among them, against float64."""
+    torch.cuda.reset_peak_memory_stats()
+    weights, inputs, run = layer_of(name, ROWS)
+    return _judge_rows(weights, inputs, run(), LARGE_CASES[name][0])
 
 
 def large_batched() -> str:
@@ -122,25 +131,7 @@ while True:
 
 def beside_another_process(name: str) -> str:
     """The GPU turns between two processes in the middle of kernels: what comes out is bit for bit what comes out alone."""
-    dtype, tiles = LARGE_CASES[name]
-    assert tiles is not None
-    rows = ROWS // 4
-    weights, inputs = make_weights(LARGE, dtype, "cuda"), make_inputs(LARGE, rows, "cuda", 7)
-    experts = TritonExperts(LARGE.spec(dtype, "cuda"))
-    experts.table = {Problem.of(experts.spec, LARGE.local_experts).key: dict.fromkeys(BUCKETS, tiles)}
-    prepared = Prepared(
-        x=inputs.x,
-        routing=Routing(ids_Mt=inputs.ids_local, weights_Mt=inputs.weights),
-        handle=DispatchHandle(BOOK, None),
-    )
-    spaces, shapes = Workspaces("cuda"), experts.workspace_shapes(rows, 1, LARGE.local_experts)
-    spaces.reserve(shapes)
-
-    def run() -> torch.Tensor:
-        spaces.poison()
-        workspace = spaces.carve(shapes)
-        return experts.apply(workspace.output, prepared, weights=weights, workspace=workspace)
-
+    _, _, run = layer_of(name, ROWS // 4)
     want = run().clone()
     hog = subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE)
     try:

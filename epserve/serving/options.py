@@ -39,6 +39,9 @@ class Tls:
         ca, key, cert = (None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
+    def channel_options(self) -> list[tuple[str, str]]:
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
     def _check(self) -> None:
         """Raises ConfigError for files that gRPC would only complain of on stderr, each time that it connects."""
         probe = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -127,8 +130,8 @@ class ClientOptions:
         if self.balance:
             policy = {"loadBalancingConfig": [{self.balance: {}}], "healthCheckConfig": {"serviceName": HEALTH_NAME}}
             options.append(("grpc.service_config", json.dumps(policy)))
-        if self.tls is not None and self.tls.server_name:
-            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        if self.tls is not None:
+            options += self.tls.channel_options()
         return options
 
 

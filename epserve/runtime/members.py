@@ -233,6 +233,11 @@ class Agents:
         self._agents.clear()
 
 
+def last_seen(member: Member) -> str:
+    """At what, as its last ping told; empty before the first."""
+    return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""
+
+
 def _reason(error: RayError) -> str:
     """Ray's name for it; of a process that ended while it started, the exception that ended it, which nobody else tells."""
     text = str(error).strip()

@@ -15,7 +15,7 @@ from epserve.step import StepPlan
 
 from .device_memory import as_json
 from .failure import Failure, RankLost, root_cause
-from .members import Member
+from .members import Member, last_seen
 from .supervisor import SETTLE_S
 
 if TYPE_CHECKING:
@@ -135,12 +135,7 @@ def _describe(failure: Failure, members: Sequence[Member]) -> str:
 
 def who(members: Sequence[Member]) -> str:
     """Ranks, where they are, and what they were last seen at."""
-
-    def one(member: Member) -> str:
-        phase = f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""
-        return f"rank {member.rank} ({member.where}{phase})"
-
-    return "; ".join(map(one, members))
+    return "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in members)
 
 
 def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:

@@ -17,7 +17,7 @@ from epserve.errors import EpserveError, OperatorError
 from epserve.step import Arrangement
 
 from .failure import Failure, RankLost
-from .members import Member
+from .members import Member, last_seen
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -172,7 +172,7 @@ class Supervisor:
             log.warning("this process itself had no time for %.1f s: nobody is judged", time.monotonic() - asked)
             return
         if silent and pool.serving.is_set() and all(member in pool.members for member in silent):
-            where = "; ".join(f"rank {member.rank} ({member.where}{_last(member)})" for member in silent)
+            where = "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in silent)
             self.fail(f"no sign of life for {heartbeat:g} s: {where}", silent=silent)
             return
         await pool.spares.check(PING_TIMEOUT_S)
@@ -300,7 +300,7 @@ class Supervisor:
 
     async def _end(self, member: Member, why: str) -> None:
         assert member.facts is not None and member.link is not None
-        log.warning("rank %d %s%s: killing it [%s]", member.rank, why, _last(member), member.where)
+        log.warning("rank %d %s%s: killing it [%s]", member.rank, why, last_seen(member), member.where)
         if not await self._pool.agents.kill(member.facts):
             self._unreachable.add(member.facts.node_ip)
             self._pool.standbys.leave(member.facts.node_id)
@@ -332,7 +332,3 @@ async def _lives(member: Member, limit: float) -> bool:
     asked = time.monotonic()
     answers = await asyncio.gather(member.ping(limit), member.beat(limit))
     return all(answers) or (member.link is not None and member.link.heard > asked)
-
-
-def _last(member: Member) -> str:
-    return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import platform
 import queue
@@ -42,6 +41,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import reports
 from benchmarks.all2all_candidates import CANDIDATES, Case, destinations
 
 GPU_CASES = {"hidden": [4096, 7168], "experts": [64, 256], "tokens": [1, 8, 32, 128, 512, 1024, 4096], "topk": 8}
@@ -322,7 +322,7 @@ def write(options, cells: list[dict], failures: dict[str, str]) -> None:
         "commit": commit.stdout.strip() or options.commit,
         "date": time.strftime("%Y-%m-%d"),
     }
-    options.json.write_text(json.dumps({"meta": meta, "cells": cells, "failures": failures}, indent=1))
+    reports.save(options.json, {"meta": meta, "cells": cells, "failures": failures})
 
 
 def print_table(cells: list[dict], names: list[str]) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 import ray
 import torch
 
+from benchmarks import reports
 from epserve.cluster import node
 from epserve.config import parse_config
 from epserve.errors import EpserveError
@@ -286,7 +287,7 @@ def main() -> int:
         result = asyncio.run(run(args, path))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(args.out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "each"}, indent=1))
     grown = len(result["each"]) >= 50 and result["all_processes_mib"]["growth"] > GROWTH
     return 1 if result["wrong"] or result["errors"] or grown else 0

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from epserve.config import parse_config
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
@@ -212,7 +213,7 @@ def main() -> int:
     }  # fmt: skip
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(args.out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "each"}, indent=1))
     return 1 if result["wrong"] or result["errors"] else 0
 

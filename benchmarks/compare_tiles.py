@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, num_sets, relative_error
 from benchmarks.experts import BOOK, Standard, environment, stored_peers
 from epserve.modular_kernel import DispatchHandle, Prepared, Routing
@@ -310,7 +311,7 @@ def main() -> int:
             table["cells"][cell.problem.key][str(cell.m)] = new.to_json()
         for path, value in ((options.json, report), (options.table, table)):
             if path:
-                path.write_text(json.dumps(value, indent=1))
+                reports.save(path, value)
     print(f"{time.monotonic() - begin:.0f} s")
     return 1 if wrong or any(not cell["new"]["right"] for cell in report["cells"]) else 0
 

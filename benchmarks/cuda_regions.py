@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from benchmarks import reports
 from epserve import synthetic
 from epserve.client import Client
 from epserve.config import Config, parse_config
@@ -439,7 +440,7 @@ def main() -> None:
         gpu = "" if args.cpu else torch.cuda.get_device_name()
         meta = {"ranks": world, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), **sizes}
         meta |= {"depth": args.depth, "graphs": args.graphs, "commit": args.commit, "date": time.strftime("%Y-%m-%d")}
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        reports.save(args.json, {"meta": meta, "rows": rows})
 
 
 if __name__ == "__main__":

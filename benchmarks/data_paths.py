@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Any
 import grpc
 import torch
 
+from benchmarks import reports
 from epserve.client import Client
 from epserve.runtime.shm import Arena
 from epserve.serving import wire
@@ -202,7 +202,7 @@ def main() -> None:
     if options.json:
         host = {"machine": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
         result = {"rows": rows, "host": host, "hidden": HIDDEN, "torch": torch.__version__, "unit": "ms, medians"}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
 
 
 if __name__ == "__main__":

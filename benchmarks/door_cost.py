@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import platform
@@ -31,6 +30,7 @@ from typing import Any
 import grpc
 import torch
 
+from benchmarks import reports
 from benchmarks.data_paths import GRPC_OPTIONS, HIDDEN, Engine, echo_frames
 from epserve.client import AsyncClient, Client
 from epserve.serving import wire
@@ -182,7 +182,7 @@ def main() -> None:
         host = {"machine": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg(), "commit": commit.stdout.strip(),
                 "torch": torch.__version__, "grpc": grpc.__version__}  # fmt: skip
         result = {"rows": rows, "host": host, "rounds": options.rounds, "unit": "us a request, medians of rounds"}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
 
 
 if __name__ == "__main__":

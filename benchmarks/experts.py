@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks import reports
 from benchmarks.expert_inputs import (
     GROUPS,
     MORE_TOLERANCE,
@@ -315,7 +316,7 @@ def main() -> int:
                 beside_bf16(report["cells"])
                 print_cell(report["cells"][-1])
             if options.json:
-                options.json.write_text(json.dumps(report, indent=1))
+                reports.save(options.json, report)
             del kernel, peer
             torch.cuda.empty_cache()
     print(*(summarise(report["cells"], ratio) for ratio in RATIOS), sep="\n")

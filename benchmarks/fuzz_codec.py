@@ -6,7 +6,6 @@ error; anything else stops the run with the input. FILE keeps the last count.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -19,6 +18,8 @@ from types import SimpleNamespace
 import atheris
 import torch
 from google.protobuf.message import DecodeError
+
+from benchmarks import reports
 
 with atheris.instrument_imports(include=["epserve.serving"]):
     from epserve.config import ServerConfig
@@ -180,7 +181,7 @@ def report() -> None:
             "commit": commit.stdout.strip(),
         }
         result = {"inputs": sum(counts.values()), **counts, "open_files": files, "run": run}
-        report_to.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(report_to, result)
 
 
 def main() -> None:

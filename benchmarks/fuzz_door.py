@@ -33,6 +33,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import reports
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, NotReady
 from epserve.serving import admin_pb2 as admin
@@ -355,7 +356,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
 
 
 if __name__ == "__main__":

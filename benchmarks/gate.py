@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import reports
 from epserve import gate
 from epserve.gate import GateSpec, GateWeights, fitted, route
 from epserve.synthetic import LayerSizes, gate_weights
@@ -215,7 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for tile, us in list(cell.get("tiles", {}).items()):
                 print(f"    {tile:34} {us if isinstance(us, str) else f'{us:.1f}'}")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        reports.save(options.json, report)
     return 0
 
 

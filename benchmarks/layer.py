@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import experts
+from benchmarks import reports
 from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
 from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case
 from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, measure, time_call
@@ -288,7 +289,7 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - begin)}  # fmt: skip
     if options.json_path:
         report = {"meta": meta, "rows": rows, "cells": cells, "failures": failures}
-        options.json_path.write_text(json.dumps(report, indent=1))
+        reports.save(options.json_path, report)
     wrong = [error for error in failures.values() if not error.startswith("not available")]
     return 1 if wrong or not cells else 0
 

@@ -18,7 +18,6 @@ the longer of communication and computation alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import all2all
+from benchmarks import reports
 from benchmarks.all2all import UNAVAILABLE, Ranks, Unavailable, supervise
 from benchmarks.ep_layer import time_call
 from epserve.modular_kernel import (
@@ -272,7 +272,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
     }
     if out:
-        out.write_text(json.dumps({"meta": meta, "cells": cells, "failures": failures}, indent=1) + "\n")
+        reports.save(out, {"meta": meta, "cells": cells, "failures": failures})
     wrong = [error for error in failures.values() if not error.startswith(UNAVAILABLE)]
     return 1 if wrong or not cells else 0
 

@@ -10,19 +10,20 @@ import json
 import sys
 from pathlib import Path
 
-from .plot_scaling import Panel, page
+from benchmarks import drawing
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 OUT = HERE.parent / "docs" / "images" / "all2all_h200x2.svg"
 SHAPE = (7168, 256)
 LINES = ("nvlink", "nvlink_fp8", "nccl_a2a", "deepep_ht_bf16", "deepep_ll_bf16")
-"""What the drawing has: all that moves rows by itself; ours over DeepEP lies on DeepEP's own lines, or below."""
+"""The lines of the drawing. Our classes over DeepEP are left out because they lie on DeepEP's own lines, or below."""
 COLUMNS = ("floor", "nvlink", "nvlink_fp8", "nccl_a2a", "deepep_ll_bf16", "ours_deepep_ll_bf16", "deepep_ht_bf16",
            "ours_deepep_ht_bf16")  # fmt: skip
 
 
-def draw(cells: list[dict], layer: list[dict], gpu: str) -> str:
+def panels(cells: list[dict], layer: list[dict], gpu: str) -> tuple[str, list[drawing.Panel]]:
+    """Returns the title and the panels: round trips, and the whole layer in each scheme."""
     round_trip: dict[str, list[tuple[float, float]]] = {
         name: [(cell["tokens"], cell["round trip"]["us"]) for cell in cells if cell["backend"] == name]
         for name in LINES
@@ -30,15 +31,17 @@ def draw(cells: list[dict], layer: list[dict], gpu: str) -> str:
     round_trip["floor"] = sorted(
         {(cell["tokens"], cell["round trip"]["floor_us"]) for cell in cells if cell["backend"] == "nvlink"}
     )
-    panels = [Panel(title="dispatch + combine, bf16, us", unit="tokens a rank", lines=round_trip, logarithmic=True)]
+    found = [
+        drawing.Panel(title="dispatch + combine, bf16, us", unit="tokens a rank", lines=round_trip, logarithmic=True)
+    ]
     for scheme in dict.fromkeys(cell["scheme"] for cell in layer):
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell in layer:
             if cell["scheme"] == scheme and cell["backend"] in ("nvlink", "nvlink_batched", "deepep_ht", "deepep_ll"):
                 lines.setdefault(cell["backend"], []).append((cell["tokens"], cell["us"]))
         title = f"whole layer, {'bf16' if scheme == 'none' else scheme}, us"
-        panels.append(Panel(title=title, unit="tokens a rank", lines=lines, logarithmic=True))
-    return page(f"All-to-all and a DeepSeek-V3 layer on two {gpu}s, lower is better", panels)
+        found.append(drawing.Panel(title=title, unit="tokens a rank", lines=lines, logarithmic=True))
+    return f"All-to-all and a DeepSeek-V3 layer on two {gpu}s, lower is better", found
 
 
 def table(cells: list[dict]) -> str:
@@ -63,10 +66,10 @@ def main() -> int:
     report = json.loads((RESULTS / "all2all_h200x2.json").read_text())
     layer = json.loads((RESULTS / "layer_h200x2.json").read_text())
     cells = [cell for cell in report["cells"] if (cell["hidden"], cell["experts"]) == SHAPE]
-    drawing = draw(cells, layer["cells"], "NVIDIA H200")
+    picture = panels(cells, layer["cells"], "NVIDIA H200")
     if options.check:
-        return 0 if OUT.exists() and OUT.read_text() == drawing else 1
-    OUT.write_text(drawing)
+        return 0 if drawing.is_of(OUT, *picture) else 1
+    drawing.save(OUT, *picture)
     print(table(cells))
     return 0
 

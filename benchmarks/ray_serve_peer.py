@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import reports
 from epserve.config import ServerConfig, parse_config
 from epserve.models.demo import write_demo_checkpoint
 from epserve.serving import epserve_pb2 as pb
@@ -290,7 +291,7 @@ def main() -> None:
     for line in result["summary"]:
         print(json.dumps(line))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
 
 
 if __name__ == "__main__":

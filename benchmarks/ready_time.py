@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, make_inputs, make_weights
 from benchmarks.experts import Standard, environment
 from experts.triton_compiles import COUNTER
@@ -50,7 +51,7 @@ def main() -> None:
               "p50_ms": round(statistics.median(times), 3), "p99_ms": round(times[int(len(times) * 0.99)], 3)}  # fmt: skip
     print(json.dumps(report))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        reports.save(options.json, report)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from epserve.config import parse_config
 from epserve.models.demo import write_demo_checkpoint
 from epserve.modular_kernel import RankContext
@@ -241,7 +242,7 @@ def main() -> int:
         }  # fmt: skip
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(args.out, result)
     print(json.dumps(result, indent=1))
     return 1 if result["moving"]["wrong"] else 0
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from epserve.config import parse_config
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
@@ -268,7 +269,7 @@ def main() -> int:
         result = asyncio.run(run(args, path, notes))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(args.out, result)
     print(json.dumps(result["summary"], indent=1))
     return 0
 

@@ -25,6 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import epserve.transformers
+from benchmarks import reports
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.exchange import OutgoingRequest
 
@@ -115,7 +116,7 @@ def main() -> None:
             process.wait(timeout=60)
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     result = {"machine": machine, "torch": torch.__version__, "hidden": HIDDEN, "dtype": "bfloat16", "rows": rows}
-    result_file.write_text(json.dumps(result, indent=1) + "\n")
+    reports.save(result_file, result)
     print(json.dumps(result, indent=1))
 
 

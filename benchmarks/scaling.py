@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import plot_scaling
+from benchmarks import drawing, plot_scaling
 from benchmarks.all2all import LEFT_OUT, UNAVAILABLE, Ranks, copy_to_next_gpu, run_candidate, supervise
 from benchmarks.all2all_candidates import CANDIDATES
 from benchmarks.ep_layer import BACKENDS, REPLICAS, measure
@@ -301,9 +301,9 @@ def main() -> int:
     run = Run(options)
     run.everything()
     print_report(run.report)
-    drawing = run.path().with_suffix(".svg")
-    drawing.write_text(plot_scaling.draw(run.report))
-    print(f"{run.path()} and {drawing}: {run.elapsed():.0f} s")
+    image = run.path().with_suffix(".svg")
+    drawing.save(image, *plot_scaling.picture(run.report))
+    print(f"{run.path()} and {image}: {run.elapsed():.0f} s")
     bad = [text for text in run.report["failures"].values() if not text.startswith((UNAVAILABLE, LEFT_OUT))]
     empty = [section for section in SHARES if not run.report[section] and (section != "all2all" or options.ranks > 1)]
     return 1 if bad or empty or not all(cell["right"] for cell in run.report["combinations"]) else 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import platform
@@ -33,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.data_paths import echo_ms
 from epserve.config import parse_config
 from epserve.models.demo import write_demo_checkpoint
@@ -280,7 +280,7 @@ def main() -> None:
     show(result["throughput"])
     print("64 requests in one step against one by one, the kernel alone:", result.get("joining_x_kernel"))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import grpc
 import torch
 import yaml
 
+from benchmarks import reports
 from epserve.client import AsyncClient, ClientOptions, RetryPolicy
 from epserve.errors import DeadlineExceeded, EpserveError, Overloaded
 from epserve.models.demo import write_demo_checkpoint
@@ -345,7 +346,7 @@ def main() -> None:
     shown = {key: value for key, value in result.items() if key != "memory_samples_mib"}
     print(json.dumps(shown, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        reports.save(options.json, result)
     if result["tracebacks_in_log"]:
         print(log[log.index("Traceback") - 500 :][:4000])
     if exit_code:

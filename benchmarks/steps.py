@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 
 import all2all
 import experts
+from benchmarks import reports
 from epserve import synthetic
 from epserve.models import SharedExperts
 from epserve.modular_kernel import (
@@ -217,7 +218,7 @@ def report(args, world: int, cells: list[dict], left_out: dict[str, str], crosso
         meta = {"world": world, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), **sizes}
         meta |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d")}
         found = {"meta": meta, "cells": cells, "crossover_us": crossover, "left_out": left_out}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        reports.save(args.json, found)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.expert_inputs import MORE_TOLERANCE, SHAPES, TOLERANCE, make_weights
 from benchmarks.experts import MS, environment
 from epserve.modular_kernel import Tuning
@@ -75,7 +76,7 @@ def main() -> int:
         print(f"{name} {dtype}: {spent:.0f} s of {options.budget:.0f}", flush=True)
         options.out.write_text(json.dumps(table, indent=1))
         if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+            reports.save(options.json, report)
         del weights, experts, launcher
         torch.cuda.empty_cache()
     missing = len(pairs) * len(options.ms) - len(report["cells"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from all2all.nvlink import NvlinkPrepareAndFinalize, Tiling, Tilings
+from benchmarks import reports
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -130,7 +130,7 @@ def worker(rank: int, world: int, meet: str, args) -> None:
         meta = {"hidden": args.hidden, "experts": args.experts, "fp8": args.fp8, "launch_early": args.early,
                 "narrow": args.narrow,
                 "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
-        args.json.write_text(json.dumps({"meta": meta, "results": results}, indent=1))
+        reports.save(args.json, {"meta": meta, "results": results})
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, Shape, make_inputs, make_weights, num_sets, relative_error
 from benchmarks.experts import MS, Standard, environment, read_table
 from epserve.modular_kernel import ExpertWeights, Prepared
@@ -104,7 +105,7 @@ def main() -> int:
     if options.out:
         options.out.write_text(json.dumps(merged, indent=1) + "\n")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        reports.save(options.json, report)
     return 0 if all(cell["right"] for cell in report["cells"]) else 1
 
 

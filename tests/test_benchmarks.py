@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import all2all
-from benchmarks import ep_layer, layer, overlap, peer_times, plot_scaling, scaling
+from benchmarks import drawing, ep_layer, layer, overlap, peer_times, plot_scaling, scaling
 from benchmarks.all2all import LEFT_OUT, UNAVAILABLE, Unavailable, supervise
 from epserve.modular_kernel import Entry, ExpertWeights, PrepareFinalizeOptions
 from epserve.synthetic import LayerSizes, SyntheticLayer
@@ -181,7 +181,7 @@ def test_scaling_writes_one_json_and_a_drawing_of_it(tmp_path):
     assert {("replicas", 1), ("replicas", 2), ("all_to_all", 2), ("allgather_reducescatter", 2)} <= layers
     assert all(text.startswith((UNAVAILABLE, LEFT_OUT)) for text in report["failures"].values())
     assert "layers@2/nvlink" in report["failures"], "what does not run here is said"
-    assert (tmp_path / "scaling_cpux2.svg").read_text() == plot_scaling.draw(report)
+    assert drawing.is_of(tmp_path / "scaling_cpux2.svg", *plot_scaling.picture(report))
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ import json
 import statistics
 from pathlib import Path
 
-from benchmarks import experts_best_of, plot_all2all, plot_experts
+from benchmarks import drawing, experts_best_of, plot_all2all, plot_experts
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = json.loads(plot_experts.RESULT.read_text())["cells"]
 
 
 def test_the_drawing_is_made_from_the_json():
-    assert plot_experts.OUT.read_text() == plot_experts.draw()
+    assert drawing.is_of(plot_experts.OUT, *plot_experts.panels())
 
 
 def test_the_page_states_the_mean_and_every_cell():
@@ -52,7 +52,7 @@ def test_the_all_to_all_drawing_and_table_are_made_from_the_json():
     report = json.loads((plot_all2all.RESULTS / "all2all_h200x2.json").read_text())
     layer = json.loads((plot_all2all.RESULTS / "layer_h200x2.json").read_text())
     cells = [cell for cell in report["cells"] if (cell["hidden"], cell["experts"]) == plot_all2all.SHAPE]
-    assert plot_all2all.OUT.read_text() == plot_all2all.draw(cells, layer["cells"], "NVIDIA H200")
+    assert drawing.is_of(plot_all2all.OUT, *plot_all2all.panels(cells, layer["cells"], "NVIDIA H200"))
     page = (ROOT / "docs" / "all2all.md").read_text()
     for tokens in (1, 128, 1024, 4096):
         ours = next(c["round trip"]["us"] for c in cells if (c["backend"], c["tokens"]) == ("nvlink", tokens))

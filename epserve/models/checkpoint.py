@@ -25,7 +25,7 @@ from epserve.modular_kernel.quantization import BLOCK, FP8
 from experts import dense
 
 from .families import FAMILIES, Key
-from .info import ConfigReader, ModelInfo
+from .info import MAX_EXPERTS, ConfigReader, ModelInfo
 from .layout import SCALE_SUFFIX, Block, allocate, find_block, slot_view
 from .tensors import TensorInfo, TensorReader, read_index, read_json
 
@@ -168,19 +168,20 @@ def open_checkpoint(
     """
     path = Path(path)
     config = read_json(path / "config.json")
-    packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"  # our tables have no such form
-    if packed or config.get("model_type") not in FAMILIES:
+    reader = ConfigReader(config, str(path / "config.json"))
+    quantised, kind = config.get("quantization_config"), config.get("model_type")
+    packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"  # our tables have no such form
+    if isinstance(kind, str) and (packed or kind not in FAMILIES):
         from . import generic  # imports transformers, which takes a second
 
-        if generic.knows(config.get("model_type")):
+        if generic.knows(kind):
             return generic.open_generic(path, config, dtype, layers)
-    reader = ConfigReader(config, str(path / "config.json"))
     family, tensors = reader.family(), read_index(path)
     moe_layers = reader.layers(family)
     unknown = sorted(set(layers) - set(moe_layers))
     if unknown or not moe_layers:
         raise CheckpointError(f"{path}: layers {unknown} are not MoE layers; the model has {list(moe_layers)}")
-    num_experts = reader.size(family.num_experts)
+    num_experts = reader.size(family.num_experts, most=MAX_EXPERTS)
     gate = reader.gate(family, num_experts)
     info = ModelInfo(
         family=family.name,

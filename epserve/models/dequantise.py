@@ -16,7 +16,7 @@ import torch
 from epserve.errors import CheckpointError
 from epserve.modular_kernel.quantization import BLOCK
 
-from .tensors import TensorInfo, TensorReader
+from .tensors import TensorInfo, TensorReader, shown
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 MXFP4 = "MXFP4"  # dtype of a tensor that is put together from its blocks and scales
@@ -26,11 +26,14 @@ EXPONENT_BIAS = 127
 
 def method(config: Mapping[str, Any], source: str) -> str:
     """The checkpoint's quantisation as far as it can be read here, or "". Raises CheckpointError for any other."""
-    declared = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config")
+    declared = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if not declared:
         return ""
+    if not isinstance(declared, dict):
+        raise CheckpointError(f"{source}: quantization_config must be an object, got {shown(declared)}")
     name, block = declared.get("quant_method"), declared.get("weight_block_size")
-    if name == "mxfp4" or (name == "fp8" and list(block or ()) == [BLOCK, BLOCK]):
+    if name == "mxfp4" or (name == "fp8" and block == [BLOCK, BLOCK]):
         return name
     raise CheckpointError(
         f"{source}: quantisation {name!r} with weight_block_size {block} is not loaded for model_type"
@@ -44,6 +47,8 @@ def with_whole_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInf
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
         if whole != name and whole + SCALES in tensors:
+            if len(blocks.shape) != 4:
+                raise CheckpointError(f"tensor {name} has shape {blocks.shape}, mxfp4 blocks have 4 dimensions")
             experts, rows, groups, half = blocks.shape
             found[whole] = replace(blocks, name=whole, dtype=MXFP4, shape=(experts, groups * half * 2, rows))
     return found

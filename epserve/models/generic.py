@@ -9,7 +9,8 @@ Legend: E logical experts, K hidden size, N intermediate size, e experts loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from . import conversion, dequantise
 from .checkpoint import LayerWeights, fingerprint
 from .dequantise import FloatReader
 from .expert_modules import ExpertsLayer, find_layers, top_k
-from .info import MODEL_DTYPES, ModelInfo
-from .tensors import TensorInfo, TensorReader, check_values, read_index
+from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
+from .tensors import TensorInfo, TensorReader, check_values, read_index, shown
 
+LAYER_COUNT = re.compile(r"(^|_)(layers?|depth)(_|$)")
+EXPERT_COUNT = re.compile(r"^(n|num)_.*experts?$|^moe_num_experts")
 NORM = "post_expert_norm.weight"
 
 
@@ -116,6 +119,7 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
     Raises CheckpointError: transformers is missing or does not know the model, it has no experts module, the experts are
     quantised or compute what no kernel does, or a tensor is missing.
     """
+    check_sizes(config, str(path / "config.json"))
     quantised = dequantise.method(config, str(path))
     model, stored = build_on_meta(path), read_index(path)
     tensors = dequantise.with_whole_tensors(stored)
@@ -156,15 +160,44 @@ def build_on_meta(path: Path) -> Any:
 
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path}: transformers cannot read config.json: {error}") from None
+    except Exception as error:  # a family's own code raises what it likes
+        raise CheckpointError(f"{path}: transformers cannot read config.json: {_one_line(error)}") from None
     name = (config.architectures or [""])[0]
     cls = getattr(transformers, name, None)
     if cls is None:
         raise CheckpointError(f"{path}: architecture {name!r} is not one of transformers {transformers.__version__}")
     config._experts_implementation = "eager"
-    with ContextManagers(cls.get_init_context(torch.float32, False, False, None)):
-        return cls(config)
+    try:
+        with ContextManagers(cls.get_init_context(torch.float32, False, False, None)):
+            return cls(config)
+    except Exception as error:
+        text = f"{path}: transformers cannot build {name} from config.json: {_one_line(error)}"
+        raise CheckpointError(text) from None
+
+
+def check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for numbers of layers and experts, and for sizes, that no model has: each would be built."""
+    for key, value in _numbers(config):
+        layers, experts = LAYER_COUNT.search(key), EXPERT_COUNT.search(key)
+        most = MAX_LAYERS if layers else MAX_EXPERTS if experts else MAX_SIZE if key.endswith("_size") else None
+        if most is not None and value > most and not key.endswith("vocab_size"):
+            raise CheckpointError(f"{source}: {key} is {shown(value)}, at most {most} can be served")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"{source}: architectures must be a list of names, got {shown(names)}")
+
+
+def _numbers(data: Any) -> Iterator[tuple[str, int]]:
+    """Every key whose value is an integer, of nested objects too."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif type(value) is int:
+            yield key, value
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _declared(model: Any) -> str:

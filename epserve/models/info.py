@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from epserve.gate import GateSpec
 from epserve.modular_kernel import UNQUANTIZED, Activation, QuantConfig
 
 from .families import FAMILIES, REQUIRED, Family, Key
+from .tensors import shown
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -25,6 +26,12 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "swigluoai": "swigluoai",
 }
+MAX_LAYERS = 1024
+"""The deepest known models have some hundred. Each layer costs time before its tensors are looked for."""
+MAX_EXPERTS = 16_384
+"""Of one layer. The most that are known are 2,048."""
+MAX_SIZE = 1 << 24
+"""Of a hidden or intermediate size: products of two of them and an item's size stay below 2^63."""
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,10 +69,10 @@ class ConfigReader:
     def family(self) -> Family:
         name = self.config.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
-            close = difflib.get_close_matches(str(name), FAMILIES, n=1)
+            close = difflib.get_close_matches(str(name)[:100], FAMILIES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise CheckpointError(
-                f"{self.source}: model_type {name!r} is unknown{hint} (known: {', '.join(FAMILIES)};"
+                f"{self.source}: model_type {shown(name)} is unknown{hint} (known: {', '.join(FAMILIES)};"
                 " and, with transformers installed, every family of its that has an experts module)"
             )
         return FAMILIES[name]
@@ -81,36 +88,51 @@ class ConfigReader:
             raise CheckpointError(f"{self.source}: key {value.names.replace('|', ' or ')} is missing")
         return value.default
 
-    def size(self, key: Key | int, least: int = 1) -> int:
+    def size(self, key: Key | int, least: int = 1, most: int = MAX_SIZE) -> int:
         size = self.value(key)
+        name = key.names if isinstance(key, Key) else "value"
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            name = key.names if isinstance(key, Key) else "value"
-            raise CheckpointError(f"{self.source}: {name} must be an integer of at least {least}, got {size!r}")
+            raise CheckpointError(f"{self.source}: {name} must be an integer of at least {least}, got {shown(size)}")
+        if size > most:
+            raise CheckpointError(f"{self.source}: {name} is {shown(size)}, at most {most} can be served")
         return size
 
     def layers(self, family: Family) -> tuple[int, ...]:
         rule = family.layers
         first, step, dense = self.size(rule.first, 0), self.size(rule.step), self.value(rule.dense)
-        every = range(self.size(Key("num_hidden_layers")))
-        return tuple(layer for layer in every if layer >= first and layer not in dense and (layer + 1) % step == 0)
+        if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+            raise CheckpointError(f"{self.source}: {_names(rule.dense)} must be a list of layers, got {shown(dense)}")
+        every, skipped = range(self.size(Key("num_hidden_layers"), most=MAX_LAYERS)), frozenset(dense)
+        return tuple(layer for layer in every if layer >= first and layer not in skipped and (layer + 1) % step == 0)
 
     def gate(self, family: Family, num_experts: int) -> GateSpec:
-        fields = {name: self.value(value) for name, value in family.gate.items()}
+        found = self._fields(GateSpec, family.gate)
         try:
-            spec = GateSpec(top_k=self.size(Key("num_experts_per_tok")), **fields)
+            spec = GateSpec(top_k=self.size(Key("num_experts_per_tok")), **found)
             spec.check_experts(num_experts)
-        except (ConfigError, TypeError) as error:
+        except ConfigError as error:
             raise CheckpointError(f"{self.source}: {error}") from None
         return spec
 
     def activation(self, family: Family) -> Activation:
-        fields = {name: self.value(value) for name, value in family.activation.items()}
-        if fields["kind"] not in ACTIVATIONS:
+        found = self._fields(Activation, family.activation)
+        if found["kind"] not in ACTIVATIONS:
             raise CheckpointError(
-                f"{self.source}: activation {fields['kind']!r} is not one of {', '.join(sorted(ACTIVATIONS))}"
+                f"{self.source}: activation {shown(found['kind'])} is not one of {', '.join(sorted(ACTIVATIONS))}"
             )
         gated = any("gate_up" in form.tensors or "gate" in form.tensors for form in family.forms)
-        return Activation(**fields | {"kind": ACTIVATIONS[fields["kind"]], "gated": gated})
+        return Activation(**found | {"kind": ACTIVATIONS[found["kind"]], "gated": gated})
+
+    def _fields(self, made: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Values for the fields of a dataclass, each of its field's type."""
+        types = {field.name: str(field.type).removesuffix(" | None") for field in fields(made)}
+        found = {}
+        for name, source in wanted.items():
+            value = found[name] = self.value(source)
+            what, fits = TYPES[types[name]]
+            if isinstance(source, Key) and not fits(value):
+                raise CheckpointError(f"{self.source}: {_names(source)} must be {what}, got {shown(value)}")
+        return found
 
     def shared_intermediate(self, family: Family) -> int:
         if family.shared is None:
@@ -121,11 +143,14 @@ class ConfigReader:
         declared = self.config.get("quantization_config")
         if declared is None:
             return UNQUANTIZED
+        if not isinstance(declared, dict):
+            raise CheckpointError(f"{self.source}: quantization_config must be an object, got {shown(declared)}")
         method, block = declared.get("quant_method"), declared.get("weight_block_size")
-        if method == "fp8" and list(block or ()) == [128, 128]:
+        if method == "fp8" and block == [128, 128]:
             return QuantConfig(scheme="fp8_block", dynamic=True)
         raise CheckpointError(
-            f"{self.source}: quantization_config {method!r} with weight_block_size {block} cannot be loaded;"
+            f"{self.source}: quantization_config {shown(method)} with weight_block_size"
+            f" {shown(block)} cannot be loaded;"
             " known: 'fp8' with [128, 128], or none"
         )
 
@@ -134,5 +159,21 @@ class ConfigReader:
         declared = self.value(Key("dtype|torch_dtype", "bfloat16")) if wanted == "auto" else wanted
         name = str(declared).removeprefix("torch.")
         if name not in MODEL_DTYPES:
-            raise CheckpointError(f"{self.source}: dtype {name!r} is not one of {', '.join(MODEL_DTYPES)}")
+            raise CheckpointError(f"{self.source}: dtype {shown(name)} is not one of {', '.join(MODEL_DTYPES)}")
         return MODEL_DTYPES[name]
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30  # an integer may be too large for a float
+
+
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer", lambda value: type(value) is int),
+    "float": ("a finite number", _finite),
+    "str": ("a name", lambda value: isinstance(value, str)),
+}
+
+
+def _names(key: Any) -> str:
+    return key.names.replace("|", " or ") if isinstance(key, Key) else "value"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,7 +34,19 @@ DTYPES = {
 }
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_JSON_BYTES = MAX_HEADER_BYTES
+"""The largest index known to us has 7 MB."""
+MAX_JSON_DEPTH = 64
+SHOWN_CHARACTERS = 100
+MAX_DIMENSIONS = 64  # more than torch has
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +62,14 @@ class TensorInfo:
 
 
 def read_json(path: Path) -> dict:
+    """A file's JSON object. Raises CheckpointError for anything else, and for what is too long or nested too deeply."""
     try:
-        data = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+        data = _parse(text)
+        _check_depth(data)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
@@ -58,6 +77,58 @@ def read_json(path: Path) -> dict:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(data).__name__}")
     return data
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, and CheckpointError for a pipe or a device, which could block for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is {KINDS.get(stat.S_IFMT(mode), 'no file')}; a regular file is needed")
+    return path.open("rb")
+
+
+def shown(value: Any) -> str:
+    """A value from a checkpoint in one short line, for messages."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def shown_name(name: str) -> str:
+    """A tensor's name as it is, unless it would break the line."""
+    return name if 0 < len(name) <= 2 * SHOWN_CHARACTERS and name.isprintable() else shown(name)
+
+
+def _parse(text: bytes, hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+    """hook: as `object_pairs_hook` of `json.loads`. Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=hook)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The format allows no key twice, and readers differ in which of the two they take."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has the key {shown(twice)} twice")
+    return made
+
+
+def _check_depth(data: Any) -> None:
+    """Raises ValueError for JSON that functions which call themselves, ours and transformers', cannot walk."""
+    level = [data]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"its JSON is nested more than {MAX_JSON_DEPTH} deep")
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
@@ -71,46 +142,96 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{folder / INDEX} has no weight_map")
     headers: dict[str, dict[str, TensorInfo]] = {}
     for name, shard in shard_of.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{folder / INDEX}: tensor {name} lies in {shard!r}, which is not a file name")
+        if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+            raise CheckpointError(
+                f"{folder / INDEX}: tensor {shown_name(name)} lies in {shown(shard)}, which is not a file name"
+            )
         if shard not in headers:
             if not (folder / shard).exists():
-                raise CheckpointError(f"{folder / shard} does not exist, but {INDEX} places tensor {name} there")
+                raise CheckpointError(
+                    f"{folder / shard} does not exist, but {INDEX} places tensor {shown_name(name)} there"
+                )
             headers[shard] = read_header(folder / shard)
         if name not in headers[shard]:
-            raise CheckpointError(f"tensor {name} is not in {folder / shard}, where {INDEX} places it")
+            raise CheckpointError(f"tensor {shown_name(name)} is not in {folder / shard}, where {INDEX} places it")
     found = {name: info for header in headers.values() for name, info in header.items()}
     return found | {name: headers[shard][name] for name, shard in shard_of.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file. Raises CheckpointError for a damaged header and for a file shorter or longer than it says."""
+    """The tensors of one file, in the order of their data.
+
+    Raises CheckpointError for a damaged header, for data that is not one tensor after the other, as the safetensors library
+    wants it, and for a file shorter or longer than its header says.
+    """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; is it a safetensors file?"
+                )
+            if size < 8 or length > size - 8:
                 raise CheckpointError(
                     f"{path}: {size} bytes, too short for a header of {length} bytes; is it truncated?"
                 )
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            infos = {name: _info(path, name, entry, 8 + length) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            header = _parse(file.read(length), _without_duplicates)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-    end = max((info.offset + info.nbytes for info in infos.values()), default=8 + length)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
+    header.pop("__metadata__", None)
+    infos = sorted(
+        (_info(path, name, entry, 8 + length) for name, entry in header.items()),
+        key=lambda info: (info.offset, info.nbytes),
+    )
+    end, last = 8 + length, ""
+    for info in infos:
+        if info.offset != end:
+            raise CheckpointError(f"{path}: {_misplaced(info, end, last, 8 + length)}")
+        end, last = info.offset + info.nbytes, info.name
     if size != end:
         what = "is truncated" if size < end else "has surplus bytes"
         raise CheckpointError(f"{path} {what}: {size} bytes, its header describes {end}")
-    return infos
+    return {info.name: info for info in infos}
 
 
-def _info(path: Path, name: str, entry: Mapping, data_start: int) -> TensorInfo:
-    (start, stop), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
-    nbytes = stop - start
+def _misplaced(info: TensorInfo, end: int, last: str, data_start: int) -> str:
+    """Why a tensor does not follow the one before it."""
+    begin, wanted = info.offset - data_start, end - data_start
+    before = f"tensor {shown_name(last)} ends at {wanted}" if last else "the data begins at 0"
+    what = "overlaps" if begin < wanted else "leaves a gap of unnamed bytes"
+    return f"tensor {shown_name(info.name)}: data_offsets begin at {begin}, but {before}: it {what}"
+
+
+def _info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Raises CheckpointError that names the tensor and the value."""
+
+    def wrong(what: str, value: Any, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {shown_name(name)}: {what} {shown(value)}, must be {wanted}")
+
+    if not isinstance(entry, Mapping):
+        raise wrong("entry", entry, "an object with dtype, shape and data_offsets")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise wrong("dtype", dtype, "a string")
+    if not _sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise wrong("shape", shape, f"a list of at most {MAX_DIMENSIONS} integers from 0 up")
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("data_offsets", offsets, "two integers from 0 up, in ascending order")
+    nbytes = offsets[1] - offsets[0]
     if dtype in DTYPES and nbytes != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointError(f"{path}: tensor {name} {dtype} {shape} cannot have {nbytes} bytes")
-    return TensorInfo(name=name, file=path, dtype=dtype, shape=shape, offset=data_start + start, nbytes=nbytes)
+        raise CheckpointError(f"{path}: tensor {shown_name(name)} {dtype} {tuple(shape)} cannot have {nbytes} bytes")
+    return TensorInfo(
+        name=name, file=path, dtype=dtype, shape=tuple(shape), offset=data_start + offsets[0], nbytes=nbytes
+    )
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 63 for each in value)
 
 
 class TensorReader:

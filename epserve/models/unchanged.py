@@ -12,7 +12,6 @@ a file that differs in bytes alone that are not in a sample.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from epserve.boot import boot_id
 from epserve.errors import CheckpointError
 
 from .checkpoint import LayerWeights, open_checkpoint
-from .tensors import INDEX, SINGLE
+from .tensors import INDEX, SINGLE, read_json
 
 WHOLE_BYTES = 4 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
@@ -161,11 +160,11 @@ def _names(path: Path) -> list[str]:
     """The files that are read: the configuration, and what `read_index` reads."""
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return ["config.json", SINGLE]
-    try:
-        shards = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{path / INDEX} has no weight_map") from None
-    return ["config.json", INDEX, *sorted(map(str, shards))]
+    shard_of = read_json(path / INDEX).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise CheckpointError(f"{path / INDEX} has no weight_map")
+    shards = set(map(str, shard_of.values()))
+    return ["config.json", INDEX, *sorted(shards)]
 
 
 def _digest(path: Path, files: Sequence[FileStamp]) -> str:

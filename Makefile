@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test test-slow test-failed check format generate clean
+.PHONY: env demo test test-slow test-failed check dist docs format generate clean
 OLDEST := $(shell sed -n 's/^triton = \["triton>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 env: $(VENV)/.done
 
@@ -40,6 +40,17 @@ check: env
 	$(BIN)/lint-imports
 	$(BIN)/python -m epserve.serving.generate --check
 	$(BIN)/python docs/generate.py --check
+
+# The sdist and the wheel, looked at as the package index does.
+dist: env
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# The documentation as a site, with search, under build/site. A link to a page or heading that is not there is an error.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: env
 	$(BIN)/ruff check --fix .

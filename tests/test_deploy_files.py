@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -105,6 +106,14 @@ def test_compose_fits_its_schema_and_refers_to_what_exists():
     config = load_config(ROOT / "docker" / "service.yaml")
     assert config.engine.ranks == len(ranks)
     assert f"wait-nodes {len(ranks) + 1} " in services["head"]["command"][0]
+
+
+def test_prometheus_finds_its_rules_here_and_in_the_container():
+    (rules,) = read("docker/prometheus.yaml")["rule_files"]
+    assert (ROOT / "docker" / rules).exists(), "promtool reads the path relative to the file"
+    mounts = [each.split(":") for each in read("docker/compose.yaml")["services"]["prometheus"]["volumes"]]
+    inside = {target: source for source, target, *_ in mounts}
+    assert os.path.normpath(f"/etc/prometheus/{rules}") in inside
 
 
 @pytest.fixture(scope="module")

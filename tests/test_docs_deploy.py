@@ -39,7 +39,7 @@ def test_every_quoted_message_is_one_that_we_print(fragment):
         assert piece.strip() in text, f"no source prints {piece.strip()!r}"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "docs").glob("*.md")))
 def test_links_lead_somewhere(name):
     for target in re.findall(r"\]\(([^)#]+)\)", page(name)):
         assert (ROOT / "docs" / target).exists(), target

@@ -287,7 +287,16 @@ class TestDeploy:
             assert names
             assert names <= self.exported(), rule["alert"]
             assert rule["labels"]["severity"] in ("page", "ticket")
-            assert rule["annotations"].keys() == {"summary", "description"}
+            assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+            page, _, anchor = rule["annotations"]["runbook_url"].rpartition("#")
+            assert page.endswith("/docs/operations.md")
+            assert anchor == rule["alert"].lower()
+            assert f"\n### {rule['alert']}\n" in (DEPLOY.parent / "docs" / "operations.md").read_text()
+
+    @pytest.mark.parametrize("path", sorted((DEPLOY / "grafana").glob("*.json")), ids=lambda path: path.name)
+    def test_every_panel_of_a_dashboard_says_how_to_read_it(self, path):
+        panels = [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
+        assert [panel["title"] for panel in panels if not panel.get("description", "").endswith(".")] == []
 
     def test_panels_of_a_dashboard_do_not_overlap(self):
         for path in (DEPLOY / "grafana").glob("*.json"):

@@ -1,6 +1,8 @@
 """Traces from a client's call to the ranks' phases, with the real OpenTelemetry SDK and an exporter in memory."""
 
 import asyncio
+import logging
+import socket
 import subprocess
 import sys
 import time
@@ -248,3 +250,23 @@ def test_the_exporter_is_made_with_the_ratio():
         assert provider.resource.attributes["service.name"] == "epserve"
     finally:
         provider.shutdown()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_collector_that_is_down_is_not_waited_for(monkeypatch, caplog, listens):
+    """It took 10 to 30 s to stop: refused, as well as connected to somebody who never answers."""
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.3)
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        if listens:
+            collector.listen()
+        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
+        provider = tracing.exporting(endpoint, 1.0)
+        for _ in range(2000):  # several batches
+            provider.get_tracer("t").start_span("s").end()
+        start = time.monotonic()
+        tracing.Tracing(provider).close()
+        took = time.monotonic() - start
+    assert took < 6
+    assert f"{endpoint} (server.otlp_endpoint) took no spans for 0.3 s: the last ones are lost" in caplog.text
+    assert "already shutdown" not in caplog.text and logging.getLogger("opentelemetry").level == logging.NOTSET

@@ -13,7 +13,9 @@ OpenTelemetry is imported only in functions: `pip install 'epserve[tracing]'`.
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,11 @@ from typing import Any
 from epserve import __version__
 from epserve.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 NAME = "epserve"
+CLOSE_S = 2.0
+"""How long a stopping server waits for its collector. OpenTelemetry's own wait is 30 s."""
 MAX_TRACED_RANKS = 8
 """A step's span tells of so many ranks, the slowest first: a trace of 1,000 ranks is of no use to a reader."""
 CARRIERS = ("traceparent", "tracestate")
@@ -79,7 +85,30 @@ def exporting(endpoint: str, ratio: float) -> Any:
     resource = Resource.create({"service.name": NAME, "service.version": __version__})
     provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)))
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    quiet = logging.getLogger("opentelemetry")
+
+    class Bounded(BatchSpanProcessor):
+        """Gives the last spans up where the collector does not take them within CLOSE_S."""
+
+        def shutdown(self) -> None:
+            given_up = threading.Timer(CLOSE_S, give_up)
+            given_up.daemon = True
+            given_up.start()
+            level = quiet.level
+            super().shutdown()
+            given_up.cancel()
+            quiet.setLevel(level)
+
+    def give_up() -> None:
+        log.warning(
+            "the trace collector %s (server.otlp_endpoint) took no spans for %g s: the last ones are lost",
+            endpoint,
+            CLOSE_S,
+        )
+        quiet.setLevel(logging.CRITICAL)  # it would tell of each batch
+        exporter.shutdown()  # ends the call that is under way, and every later one at once
+
+    provider.add_span_processor(Bounded(exporter))
     return provider
 
 

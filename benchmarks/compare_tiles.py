@@ -32,9 +32,10 @@ from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weight
 from benchmarks.experts import BOOK, Standard, environment, stored_peers
 from epserve.modular_kernel import DispatchHandle, Prepared, Routing
 from experts.tile_candidates import First, Options, joined
+from experts.tile_sizes import GemmTiles, Tiles
 from experts.tile_trial import Trial, capture
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import GemmTiles, Problem, Tiles, shipped
+from experts.triton_tiles import Problem, shipped
 
 THICK = [
     f"{shape}:{dtype}:{m}"

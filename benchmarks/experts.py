@@ -48,10 +48,10 @@ from benchmarks.torch_peer import TorchGroupedMM
 from epserve.errors import Incompatible
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
 from experts import REGISTRY
+from experts.tile_sizes import Tiles
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_compiles import COUNTER
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import Tiles
 
 HERE = Path(__file__).resolve().parent
 MS = [1, 4, 16, 64, 256, 1024, 4096, 16384]

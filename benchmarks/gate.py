@@ -28,7 +28,8 @@ import torch
 
 from benchmarks import reports
 from epserve import gate
-from epserve.gate import GateSpec, GateWeights, fitted, route
+from epserve.gate import fitted, route
+from epserve.modular_kernel import GateSpec, GateWeights
 from epserve.synthetic import LayerSizes, gate_weights
 
 CALLS, NEAR, TB_PER_S = 10, 1e-5, 4.3

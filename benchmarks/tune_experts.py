@@ -24,9 +24,10 @@ from benchmarks import reports
 from benchmarks.expert_inputs import MORE_TOLERANCE, SHAPES, TOLERANCE, make_weights
 from benchmarks.experts import MS, environment
 from epserve.modular_kernel import Tuning
+from epserve.modular_kernel.buckets import BUCKETS
 from experts.tile_tuning import merged
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import BUCKETS, Problem
+from experts.triton_tiles import Problem
 
 
 def main() -> int:

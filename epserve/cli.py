@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from epserve import __version__, admin_cli, cluster_cli, entry, logs, profile_cli, tune_cli
+from epserve import __version__, admin_cli, cluster_cli, early_signals, logs, profile_cli, tune_cli
 from epserve.admin_cli import Authority, Certificate, Key, Name, tls_of
 from epserve.errors import EpserveError
 
@@ -50,7 +50,7 @@ def _top(
         print(f"epserve {__version__}")
         raise typer.Exit
     if context.invoked_subcommand not in (*OWN_HANDLERS, *ONLY_LOOK):
-        entry.as_usual()
+        early_signals.as_usual()
     level = logging.DEBUG if verbose else logging.INFO
     logs.configure(level=level)
 

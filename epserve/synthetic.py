@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import all2all
 import experts
 from epserve.errors import ConfigError, Incompatible
-from epserve.gate import GateSpec, GateWeights, route
+from epserve.gate import route
 from epserve.models import SharedExperts
 from epserve.modular_kernel import (
     Activation,
@@ -28,6 +28,8 @@ from epserve.modular_kernel import (
     ExpertWeights,
     FusedMoEExpertsModular,
     FusedMoEModularKernel,
+    GateSpec,
+    GateWeights,
     LayerSpec,
     PrepareFinalizeOptions,
     QuantConfig,

@@ -33,9 +33,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from epserve.client import Client, ClientOptions, RetryPolicy
 from epserve.errors import CheckpointError, ConfigError, EpserveError, Incompatible, InvalidRequest, NotReady
-from epserve.models.checkpoint import fingerprint
 from epserve.models.expert_modules import ExpertsLayer, find_layers, is_experts
 from epserve.models.tensors import read_index, read_json
+from epserve.models.weights import fingerprint
 from epserve.serving.wire import DTYPE_NAMES
 
 NAME = "epserve"

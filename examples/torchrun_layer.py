@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 import all2all
 import experts
-from epserve.gate import GateSpec, GateWeights, route
+from epserve.gate import route
 from epserve.modular_kernel import (
     Backends,
     ExpertLayout,
     ExpertShape,
     ExpertWeights,
+    GateSpec,
+    GateWeights,
     LayerSpec,
     PrepareFinalizeOptions,
     RankContext,

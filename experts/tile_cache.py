@@ -18,10 +18,12 @@ from pathlib import Path
 
 from epserve.errors import ConfigError
 from epserve.modular_kernel import LayerSpec
+from epserve.modular_kernel.buckets import BUCKETS
 from epserve.modular_kernel.times_cache import driver_version
 
 from .tile_limits import Limits
-from .triton_tiles import BUCKETS, Problem, Table, Tiles
+from .tile_sizes import Tiles
+from .triton_tiles import Problem, Table
 
 LOG = logging.getLogger("epserve.experts")
 FORMAT = 1

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .tile_limits import Limits
-from .triton_tiles import GemmTiles, Problem, Tiles
+from .tile_sizes import GemmTiles, Tiles
+from .triton_tiles import Problem
 
 MOST = 64
 """Candidates of one GEMM with one token tile."""

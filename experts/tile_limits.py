@@ -8,9 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from epserve.modular_kernel import LayerSpec
+from epserve.modular_kernel.buckets import BUCKETS
 
 from .tile_memory import HOPPER, SPARE, Gpu, bytes_of
-from .triton_tiles import BUCKETS, PACKED, GemmTiles, Problem, Tiles, all_have_steps
+from .tile_sizes import GemmTiles, Tiles
+from .triton_tiles import PACKED, Problem, all_have_steps
 
 COUNTERS = 1 << 16
 """Tiles whose split sums can be counted at once."""

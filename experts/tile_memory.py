@@ -6,12 +6,10 @@ The sums are of what Triton 3.6 allocates; `tests/triton_aot/check_shared_memory
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from .triton_tiles import GemmTiles
+from .tile_sizes import GemmTiles
 
 KIB = 1024
 BLOCKS = {

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from .tile_cache import Times
 from .tile_candidates import First, Option, Options, joined
-from .triton_tiles import Tiles
+from .tile_sizes import Tiles
 
 GAIN = 0.01
 """What new tiles must win over those that would serve: noise must not decide."""

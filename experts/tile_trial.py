@@ -10,22 +10,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from epserve.errors import InternalError
 from epserve.modular_kernel import ExpertWeights, Prepared, Workspaces
+from epserve.modular_kernel.buckets import BUCKETS
 from epserve.modular_kernel.selection import APART, example_batch
 
 from .tile_candidates import Option, Options, joined
+from .tile_sizes import Tiles
+from .tiled import TiledExperts
 from .triton_compiles import COUNTER
 from .triton_launch import Buffers, Carver, regions
-from .triton_tiles import BUCKETS, Problem, Tiles
-
-if TYPE_CHECKING:
-    from .triton_experts import TritonExperts
+from .triton_tiles import Problem
 
 LOG = logging.getLogger("epserve.experts")
 REPEATS = 5
@@ -65,7 +64,7 @@ class Trial:
 
     def __init__(
         self,
-        make: Callable[[], TritonExperts],
+        make: Callable[[], TiledExperts],
         weights: ExpertWeights,
         batches: Sequence[Prepared],
         *,
@@ -192,7 +191,7 @@ class Trial:
 class Layer:
     """The whole layer with some tiles, on every batch."""
 
-    def __init__(self, experts: TritonExperts, weights: ExpertWeights, batches: list[Prepared], tiles: Tiles):
+    def __init__(self, experts: TiledExperts, weights: ExpertWeights, batches: list[Prepared], tiles: Tiles):
         self.experts, self.weights, self.batches = experts, weights, batches
         experts.table = {Problem.of(experts.spec, weights.num_experts).key: dict.fromkeys(BUCKETS, tiles)}
         assert batches[0].routing is not None

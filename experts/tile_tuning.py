@@ -10,23 +10,22 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from epserve.modular_kernel import ExpertWeights
+from epserve.modular_kernel.buckets import BUCKETS, bucket_of
 
 from . import triton_warmup
 from .tile_cache import Layer, Machine, Times, Tuned, path_of, read_folder, read_named, write
 from .tile_candidates import Options, candidates, token_tiles
 from .tile_limits import Limits
 from .tile_search import Bench, Found, search
+from .tile_sizes import Tiles
 from .tile_trial import Hung, Trial, batches_of
+from .tiled import TiledExperts
 from .triton_compiles import COUNTER
-from .triton_tiles import BUCKETS, Problem, Table, Tiles, bucket_of, pick, shipped
-
-if TYPE_CHECKING:
-    from .triton_experts import TritonExperts
+from .triton_tiles import Problem, Table, pick, shipped
 
 LOG = logging.getLogger("epserve.experts")
 FEW = 5
@@ -36,12 +35,12 @@ MakeBench = Callable[[int], Bench]
 """Bucket -> the bench of its cell."""
 
 
-def limits_of(experts: TritonExperts) -> Limits:
+def limits_of(experts: TiledExperts) -> Limits:
     launcher = experts.launcher()
     return Limits.of(experts.spec, specialised=launcher.specialises, gpu=launcher.gpu)
 
 
-def table_for(experts: TritonExperts, device: torch.device) -> Table:
+def table_for(experts: TiledExperts, device: torch.device) -> Table:
     """The shipped table with this machine's cells, or a named file's, in place of the same ones. Fills `experts.tuned`."""
     tuning, name = experts.tuning, triton_warmup.device_name(device)
     if tuning.file is not None:
@@ -60,7 +59,7 @@ def merged(below: Table, above: Table) -> Table:
 
 
 def tune(
-    experts: TritonExperts, weights: ExpertWeights, max_rows: int, *, make_bench: MakeBench | None = None,
+    experts: TiledExperts, weights: ExpertWeights, max_rows: int, *, make_bench: MakeBench | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:  # fmt: skip
     """Search tiles for the buckets that no file has, smallest first, within `tuning.budget_s`, and write them. Whether
@@ -119,7 +118,7 @@ def options_for(problem: Problem, bucket: int, current: Tiles, limits: Limits, *
     return [candidates(problem, bucket, bm, limits) for bm in ([current.bm] if current.bm not in sizes else []) + sizes]
 
 
-def variant(experts: TritonExperts) -> str:
+def variant(experts: TiledExperts) -> str:
     """A digest of the cells that are not shipped: times of other backends are compared with these tiles."""
     experts.launcher()
     if not experts.tuned.table:
@@ -131,7 +130,7 @@ def variant(experts: TritonExperts) -> str:
     return "tiles " + hashlib.sha256(json.dumps(cells).encode()).hexdigest()[:10]
 
 
-def explain(experts: TritonExperts) -> list[str]:
+def explain(experts: TiledExperts) -> list[str]:
     """One line for each source of tiles, with the token sizes that it serves and the times behind it; and what was left aside."""
     if experts.table is None:  # nothing has asked for tiles yet
         return []
@@ -150,7 +149,7 @@ def explain(experts: TritonExperts) -> list[str]:
     return lines + experts.tuned.notes
 
 
-def _origin(experts: TritonExperts, cell: tuple[str, int] | None, why: str) -> str:
+def _origin(experts: TiledExperts, cell: tuple[str, int] | None, why: str) -> str:
     if cell is None:
         return why
     own = experts.tuned.origins.get(cell)
@@ -175,7 +174,7 @@ def _is_wanted(tuned: Tuned, key: str, bucket: int, *, again: bool, thorough: bo
     return thorough and times is not None and times.few
 
 
-def _take(experts: TritonExperts, key: str, bucket: int, found: Found, *, thorough: bool) -> None:
+def _take(experts: TiledExperts, key: str, bucket: int, found: Found, *, thorough: bool) -> None:
     times = Times(us=found.times.us, before_us=found.times.before_us, few=not thorough)
     experts.tuned.add(key, bucket, found.tiles, f"tuned here on {time.strftime('%Y-%m-%d')}", times)
     if found.note:
@@ -188,7 +187,7 @@ def _take(experts: TritonExperts, key: str, bucket: int, found: Found, *, thorou
     )
 
 
-def _keep(experts: TritonExperts, num_experts: int) -> Path | None:
+def _keep(experts: TiledExperts, num_experts: int) -> Path | None:
     tuning = experts.tuning
     if tuning.folder is None:
         return None
@@ -202,7 +201,7 @@ def _keep(experts: TritonExperts, num_experts: int) -> Path | None:
     return path
 
 
-def _on_device(experts: TritonExperts, weights: ExpertWeights) -> MakeBench:
+def _on_device(experts: TiledExperts, weights: ExpertWeights) -> MakeBench:
     spec, every_row = experts.spec, experts.tuning.every_row
 
     def make(bucket: int) -> Bench:

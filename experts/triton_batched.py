@@ -20,9 +20,10 @@ from epserve.modular_kernel import (
 
 from . import triton_warmup
 from .kernels import routing
+from .tile_sizes import GemmTiles, Tiles
 from .triton_experts import CAPABILITY
 from .triton_launch import BLOCK, FLOAT, ROW, ROWS, TABLE, Buffers, Launcher, cdiv, regions, scale_strides
-from .triton_tiles import GemmTiles, Problem, Tiles, choose, shipped
+from .triton_tiles import Problem, choose, shipped
 
 THIN_ROWS = 24
 """Mean rows of an active expert up to which the thin tiles run."""

@@ -14,17 +14,18 @@ from epserve.modular_kernel import (
     ExpertsCapability,
     ExpertWeights,
     FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
     Prepared,
     TopKWeightAndReduceNoOP,
-    Tuning,
     Workspaces,
     WorkspaceShapes,
 )
+from epserve.modular_kernel.buckets import BUCKETS
 
 from . import tile_tuning, triton_warmup
-from .tile_cache import Tuned, read_named
+from .tile_cache import read_named
 from .tile_limits import Limits
+from .tile_sizes import Tiles
+from .tiled import TiledExperts
 from .triton_launch import (
     BLOCK,
     DIRECT,
@@ -40,7 +41,7 @@ from .triton_launch import (
     Launcher,
     regions,
 )
-from .triton_tiles import BUCKETS, PACKED, Problem, Table, Tiles, choose
+from .triton_tiles import PACKED, Problem, Table, choose
 
 CAPABILITY = ExpertsCapability(
     activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
@@ -56,7 +57,7 @@ CAPABILITY = ExpertsCapability(
 )
 
 
-class TritonExperts(FusedMoEExpertsModular):
+class TritonExperts(TiledExperts):
     """`(M, K)` rows and local slots in, the weighted and reduced `(M, K)` out.
 
     NOTE: one object serves one batch at a time, since split sums count in a buffer of its own.
@@ -67,15 +68,6 @@ class TritonExperts(FusedMoEExpertsModular):
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.table: Table | None = None
-        """None: what was tuned here, as `use` says, then what is shipped for the device."""
-        self.tuning = Tuning()
-        self.tuned = Tuned()
-        """Those cells of the table that are not shipped, and what was left aside."""
-        self.searched: set[int] = set()
-        """Buckets whose tiles were looked for by this object."""
-        self.served: dict[int, int] = {}
-        """Local experts -> most rows of a batch, for which tiles were asked."""
         self._launcher: Launcher | None = None
         self._shapes: dict[tuple, WorkspaceShapes] = {}
 
@@ -101,7 +93,6 @@ class TritonExperts(FusedMoEExpertsModular):
         tile_tuning.tune(self, weights, max_rows)
 
     def take(self, table: Table) -> None:
-        """Serve with this table from now on. Not after workspaces were reserved."""
         self.table = table
         self._shapes.clear()
 
@@ -144,13 +135,11 @@ class TritonExperts(FusedMoEExpertsModular):
         return output
 
     def route(self, b: Buffers, prepared: Prepared, tiles: Tiles, num_experts: int, direct: bool) -> None:
-        """Which rows are whose. direct: the programs find it in the ids themselves."""
         if not direct:
             assert prepared.routing is not None
             self.launcher().sort(b, prepared.routing.ids_Mt, bm=tiles.bm, num_experts=num_experts)
 
     def first_half(self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool) -> None:
-        """Copy or quantise rows, multiply by W13, and what makes the rows that W2 reads."""
         assert prepared.routing is not None
         x, xs, ids, ready = prepared.x, prepared.scales, prepared.routing.ids_Mt, prepared.scales is not None
         run = self.launcher()
@@ -172,7 +161,6 @@ class TritonExperts(FusedMoEExpertsModular):
     def second_half(
         self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool, output: torch.Tensor
     ) -> None:
-        """Multiply by W2, weight and sum into `output` (M, K)."""
         assert prepared.routing is not None
         run, ids = self.launcher(), prepared.routing.ids_Mt
         assert b.y is not None, "carved from real memory"

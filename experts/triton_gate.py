@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from epserve.gate import GateSpec, GateWeights
-from epserve.modular_kernel import Routing
+from epserve.modular_kernel import GateSpec, GateWeights, Routing
 
 from . import triton_warmup
 from .kernels import gate as kernels

@@ -17,7 +17,7 @@ from epserve.modular_kernel import ExpertWeights, LayerSpec, Workspace
 
 from .kernels import gemm, hopper, pieces, quantise, reduce, routing
 from .tile_memory import Gpu, programs_at_once
-from .triton_tiles import GemmTiles, Tiles
+from .tile_sizes import GemmTiles, Tiles
 
 FLOAT, TENSOR, BLOCK, ROW = (mode.value for mode in (pieces.FLOAT, pieces.TENSOR, pieces.BLOCK, pieces.ROW))
 DIRECT, GATHER, ROWS = (source.value for source in (pieces.DIRECT, pieces.GATHER, pieces.ROWS))

@@ -15,88 +15,20 @@ from importlib import resources
 from typing import NamedTuple
 
 from epserve.modular_kernel import LayerSpec
+from epserve.modular_kernel.buckets import bucket_of
 
 from .tile_memory import HOPPER, Gpu, bytes_of
-
-BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-"""Tokens. A batch takes the configuration of the bucket that is nearest on a logarithmic scale."""
+from .tile_sizes import GemmTiles, Tiles
 
 ALIKE = math.log(2.9)
 """Measured cells are a factor of 4 apart, so the nearest is at most 2 away where the range covers it."""
 THICK = 128
 """Rows of a tile from which on thicker batches take the same tiles: they only get more of them."""
 
-Table = dict[str, dict[int, "Tiles"]]
+Table = dict[str, dict[int, Tiles]]
 """Problem key -> bucket -> configuration."""
 
 PACKED = ("int4", "mxfp4", "nvfp4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmTiles:
-    """One GEMM. `bn` output columns (of gate and of up, in the first) and `bk` inner columns a step."""
-
-    bn: int
-    bk: int
-    swap: bool = False
-    """The weights take the 64-row operand of WGMMA: for thin token tiles."""
-    split: int = 1
-    """Programs that share one tile's inner dimension."""
-    group: int = 1
-    """Token tiles that pass over a column block before the next: keeps weights in the L2 cache."""
-    by_expert: bool = False
-    """Groups end with the expert: `group` is then the most, and an expert's tiles are shared evenly among its groups."""
-    fly: bool = False
-    """First GEMM only: quantise activations inside it."""
-    wide: bool = False
-    """First GEMM only: gate and up in one accumulator of 2 * bn columns."""
-    flat: bool = False
-    """Fuse the loop over work items with the loop over the inner dimension: loads run ahead across work items."""
-    specialised: bool = False
-    """The warp-specialised kernel of compute capability 9.0: bm 128 (without block scales also 192, of both GEMMs), bn 128,
-    rows that lie expert by expert."""
-    narrow: bool = False
-    """Specialised, block scales only: products of 64 columns instead of 128, so that one runs while one is scaled."""
-    lag: int = 0
-    """Specialised only: a warpgroup starts when the one before has finished so many products of an item."""
-    full_grid: bool = False
-    """One program a work item, instead of as many as fit on the device at once."""
-    warps: int = 4
-    stages: int = 4
-
-    @property
-    def runs(self) -> int:
-        """`group` as the kernels take it: negative when groups end with the expert."""
-        return -self.group if self.by_expert else self.group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """One configuration of the whole layer: `bm` rows a tile."""
-
-    bm: int
-    gate_up: GemmTiles
-    down: GemmTiles
-    expand: bool = False
-    """Copy (and quantise) rows expert by expert first, so that the first GEMM takes them by TMA and need not gather."""
-
-    @property
-    def specialised(self) -> bool:
-        return self.gate_up.specialised or self.down.specialised
-
-    @classmethod
-    def from_json(cls, cell: dict) -> Tiles:
-        parts = {name: GemmTiles(**cell[name]) for name in ("gate_up", "down")}
-        return cls(bm=cell["bm"], expand=cell.get("expand", False), **parts)
-
-    def to_json(self) -> dict:
-        """Without the fields that have their default."""
-        return {"bm": self.bm, **({"expand": True} if self.expand else {})} | {
-            name: {
-                f.name: getattr(part, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default
-            }
-            for name, part in (("gate_up", self.gate_up), ("down", self.down))
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +65,6 @@ class Problem:
     def rows_per_expert(self, num_tokens: int) -> float:
         """Expected, with every token of all ranks in the batch and even routing."""
         return num_tokens * self.top_k / self.num_experts
-
-
-def bucket_of(num_tokens: int) -> int:
-    """The bucket whose upper neighbour is more than twice away: 3 -> 4, 9 -> 16, 33 -> 64."""
-    return next((b for b in BUCKETS if num_tokens <= 2 * b), BUCKETS[-1])
 
 
 def read_cells(cells: dict) -> Table:

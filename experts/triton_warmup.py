@@ -13,10 +13,10 @@ import torch
 import triton
 
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
+from epserve.modular_kernel.buckets import BUCKETS
 
 from .triton_compiles import COUNTER
 from .triton_launch import DIRECT_SLOTS, SMALL_SORT
-from .triton_tiles import BUCKETS
 
 
 def unavailable() -> str | None:

@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.gate import check, reference
 from epserve.errors import ConfigError
-from epserve.gate import GateSpec, GateWeights, fitted, route, route_logits, warm_up
+from epserve.gate import fitted, route, route_logits, warm_up
 from epserve.models import open_checkpoint
 from epserve.models.demo import reference_module
+from epserve.modular_kernel import GateSpec, GateWeights
 from tests.own_process import run_checks
 
 from .checkpoints import FAMILIES, LAYER, write

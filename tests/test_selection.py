@@ -26,7 +26,8 @@ from epserve.modular_kernel import (
     timers,
     times_cache,
 )
-from epserve.modular_kernel.selection import BUCKETS, MARGIN, MeasuredExperts, Measuring, bucket_of, example_batch
+from epserve.modular_kernel.buckets import BUCKETS, bucket_of
+from epserve.modular_kernel.selection import MARGIN, MeasuredExperts, Measuring, example_batch
 from epserve.modular_kernel.selection_batched import MeasuredBatchedExperts
 from epserve.modular_kernel.summed import SummedExperts
 from epserve.modular_kernel.times_cache import TimesCache

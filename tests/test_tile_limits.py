@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from epserve.modular_kernel.buckets import BUCKETS
 from experts.tile_candidates import MOST, candidates, joined, token_tiles
 from experts.tile_limits import Limits
 from experts.tile_memory import BLOCKS, HOPPER, Gpu, programs_at_once
-from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles, default_tiles, shipped
+from experts.tile_sizes import GemmTiles, Tiles
+from experts.triton_tiles import Problem, default_tiles, shipped
 from tests.tiles import BLOCK, LARGE, PLAIN, SMALL, spec_of
 
 torch.set_num_threads(1)

@@ -31,8 +31,9 @@ from experts import tile_tuning
 from experts.grouped_mm import GroupedMMExperts
 from experts.tile_cache import Machine
 from experts.tile_candidates import First
+from experts.tile_sizes import GemmTiles
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import GemmTiles, Problem, default_tiles
+from experts.triton_tiles import Problem, default_tiles
 from tests.own_process import run_checks
 from tests.tiles import OTHER, SMALL, FakeBench, saved, spec_of
 

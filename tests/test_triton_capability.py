@@ -8,9 +8,11 @@ import torch
 from all2all.local import LocalPrepareAndFinalize
 from epserve.errors import Incompatible
 from epserve.modular_kernel import Activation, ExpertLayout, ExpertShape, LayerSpec, QuantConfig, why_not
+from epserve.modular_kernel.buckets import BUCKETS, bucket_of
+from experts.tile_sizes import Tiles
 from experts.triton_experts import TritonExperts
 from experts.triton_launch import Numerics
-from experts.triton_tiles import BUCKETS, Problem, Tiles, bucket_of, choose, default_tiles, shipped
+from experts.triton_tiles import Problem, choose, default_tiles, shipped
 
 
 def spec(hidden=256, intermediate=256, dtype=torch.bfloat16, scheme="none", **options):

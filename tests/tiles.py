@@ -13,7 +13,8 @@ from epserve.modular_kernel import (
 )
 from experts.tile_cache import Layer, Machine, Times, Tuned, path_of, write
 from experts.tile_candidates import First, Options, joined
-from experts.triton_tiles import GemmTiles, Problem, Tiles
+from experts.tile_sizes import GemmTiles, Tiles
+from experts.triton_tiles import Problem
 
 
 def spec_of(problem: Problem, **options) -> LayerSpec:

@@ -29,10 +29,12 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNaiveBatched,
     Workspaces,
 )
+from epserve.modular_kernel.buckets import BUCKETS
 from experts.activation import activate
+from experts.tile_sizes import GemmTiles, Tiles
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles
+from experts.triton_tiles import Problem
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {

@@ -30,11 +30,13 @@ from epserve.modular_kernel import (
     Workspaces,
     why_not,
 )
+from epserve.modular_kernel.buckets import BUCKETS
 from epserve.modular_kernel.selection import MeasuredExperts, Measuring
 from experts import REGISTRY
+from experts.tile_sizes import GemmTiles, Tiles
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import BUCKETS, GemmTiles, Problem, Tiles
+from experts.triton_tiles import Problem
 from tests.triton_cases import Case, make_routing, run_standard, special, thick, thin, tolerance
 from tests.triton_cases import make_weights as make_case_weights
 from tests.triton_cases import relative_error as case_error

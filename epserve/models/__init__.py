@@ -1,10 +1,11 @@
 """Checkpoints on disk -> one rank's weights."""
 
-from .checkpoint import Checkpoint, LayerWeights, SharedExperts, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .families import FAMILIES
 from .info import ModelInfo
 from .late import LateCheckpoint
 from .unchanged import Stamp, UnchangedCheckpoint
+from .weights import LayerWeights, SharedExperts
 
 __all__ = [
     "FAMILIES",

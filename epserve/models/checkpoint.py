@@ -8,68 +8,24 @@ Legend: K hidden size, N intermediate size, S intermediate size of the shared ex
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from epserve.errors import CheckpointError
-from epserve.gate import GateWeights
-from epserve.modular_kernel import Activation, ExpertWeights
+from epserve.modular_kernel import ExpertWeights, GateWeights
 from epserve.modular_kernel.quantization import BLOCK, FP8
-from experts import dense
 
 from .families import FAMILIES, Key
 from .info import MAX_EXPERTS, ConfigReader, ModelInfo
 from .layout import SCALE_SUFFIX, Block, allocate, find_block, slot_view
 from .tensors import TensorInfo, TensorReader, read_index, read_json
+from .weights import LayerWeights, SharedExperts, fingerprint
 
 if TYPE_CHECKING:
     from .generic import GenericCheckpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExperts:
-    """The dense experts that every token visits: `w13_SK` `(2S, K)` gate rows then up rows, `w2_KS` `(K, S)`.
-
-    `gate_1K`: where the family has one, the output is multiplied by sigmoid(x . gate).
-    """
-
-    w13_SK: torch.Tensor
-    w2_KS: torch.Tensor
-    activation: Activation
-    gate_1K: torch.Tensor | None = None
-
-    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        return self.begin(x_MK)()
-
-    def begin(self, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The first projection; what comes back does the rest. The halves run beside dispatch and beside combine."""
-        h = dense.first_half(x_MK, self.w13_SK, self.w2_KS.shape[1])
-
-        def finish() -> torch.Tensor:
-            y_MK = dense.second_half(h, self.w2_KS, self.activation)
-            return y_MK if self.gate_1K is None else torch.sigmoid(F.linear(x_MK, self.gate_1K)) * y_MK
-
-        return finish
-
-    def warm_up(self) -> None:
-        """Compile what a large batch would otherwise compile first."""
-        self(self.w13_SK.new_zeros((dense.MIN_ROWS if self.w13_SK.is_cuda else 0, self.w13_SK.shape[1])))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """What one rank needs of one layer: its experts in slot order, and the gate and shared experts, which all ranks hold."""
-
-    experts: ExpertWeights
-    gate: GateWeights
-    shared: SharedExperts | None
 
 
 class Checkpoint:
@@ -200,10 +156,3 @@ def open_checkpoint(
         quant=reader.quant(),
     )
     return Checkpoint(info, tensors, {layer: find_block(info, tensors, layer, path) for layer in info.layers})
-
-
-def fingerprint(config: dict, tensors: Mapping[str, TensorInfo]) -> str:
-    """Changes with the configuration and with any tensor's name, dtype or shape."""
-    described = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
-    text = json.dumps([config, described], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

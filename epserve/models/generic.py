@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from epserve.errors import CheckpointError
-from epserve.gate import GateSpec, GateWeights
-from epserve.modular_kernel import UNQUANTIZED, ExpertWeights
+from epserve.modular_kernel import UNQUANTIZED, ExpertWeights, GateSpec, GateWeights
 
 from . import conversion, dequantise
-from .checkpoint import LayerWeights, fingerprint
 from .dequantise import FloatReader
 from .expert_modules import ExpertsLayer, find_layers, top_k
 from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
 from .tensors import TensorInfo, TensorReader, check_values, read_index, shown
+from .weights import LayerWeights, fingerprint
 
 LAYER_COUNT = re.compile(r"(^|_)(layers?|depth)(_|$)")
 EXPERT_COUNT = re.compile(r"^(n|num)_.*experts?$|^moe_num_experts")

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from epserve.errors import CheckpointError, ConfigError
-from epserve.gate import GateSpec
-from epserve.modular_kernel import UNQUANTIZED, Activation, QuantConfig
+from epserve.modular_kernel import UNQUANTIZED, Activation, GateSpec, QuantConfig
 
 from .families import FAMILIES, REQUIRED, Family, Key
 from .tensors import shown

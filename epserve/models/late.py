@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import LayerWeights
 from .info import ModelInfo
 from .unchanged import Stamp, UnchangedCheckpoint
+from .weights import LayerWeights
 
 
 class LateCheckpoint:

@@ -16,7 +16,7 @@ from epserve.errors import ConfigError
 from epserve.modular_kernel import Activation, ExpertWeights, QuantConfig
 from epserve.modular_kernel.quantization import BLOCK
 
-from .checkpoint import LayerWeights
+from .weights import LayerWeights
 
 MOST_SLICES = 64  # of the suggestions in a message
 PACKED = ("int4", "mxfp4", "nvfp4")  # two values of N in a byte of the down projection

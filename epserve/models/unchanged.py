@@ -25,8 +25,9 @@ import torch
 from epserve.boot import boot_id
 from epserve.errors import CheckpointError
 
-from .checkpoint import LayerWeights, open_checkpoint
+from .checkpoint import open_checkpoint
 from .tensors import INDEX, SINGLE, read_json
+from .weights import LayerWeights
 
 WHOLE_BYTES = 4 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10

@@ -9,6 +9,7 @@ from .contracts import (
     PrepareFinalizeOptions,
     RankContext,
 )
+from .gating import GateSpec, GateWeights
 from .handles import DispatchHandle, HandleBook, Receiver
 from .kernel import FusedMoEModularKernel, check_routing
 from .methods import Backends, FusedMoEMethodBase, UnquantizedFusedMoEMethod
@@ -42,6 +43,8 @@ __all__ = [
     "FusedMoEMethodBase",
     "FusedMoEModularKernel",
     "FusedMoEPrepareAndFinalizeModular",
+    "GateSpec",
+    "GateWeights",
     "HandleBook",
     "LayerSpec",
     "PrepareFinalizeCapability",

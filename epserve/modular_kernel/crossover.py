@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from epserve.errors import ConfigError
 
+from .buckets import BUCKETS, bucket_of
 from .capability import LayerSpec
 from .contracts import RankContext
-from .selection import BUCKETS, bucket_of
 from .types import Routing
 
 LOG = logging.getLogger("epserve.crossover")

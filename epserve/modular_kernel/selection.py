@@ -20,6 +20,7 @@ import torch
 
 from epserve.errors import ConfigError
 
+from .buckets import BUCKETS, bucket_of
 from .capability import LayerSpec
 from .contracts import FusedMoEExpertsModular, Prepared
 from .handles import DispatchHandle, HandleBook
@@ -32,7 +33,6 @@ from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspace, Workspaces, WorkspaceShapes
 
 LOG = logging.getLogger("epserve.selection")
-BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 REPEATS = 5
 MARGIN = 1.05
 """A candidate that comes later in the order of preference must be faster by this factor: noise must not decide."""
@@ -365,11 +365,6 @@ def _alike(candidates: Mapping[str, FusedMoEExpertsModular]) -> dict[str, FusedM
     if len(set(left.values())) > 1:
         raise ConfigError(f"candidates leave different work to finalize: {left}")
     return made
-
-
-def bucket_of(num_tokens: int) -> int:
-    """The bucket that is nearest on a logarithmic scale: 2 -> 1, 3 -> 4, 33 -> 64."""
-    return next((bucket for bucket in BUCKETS if num_tokens <= 2 * bucket), BUCKETS[-1])
 
 
 def example_batch(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, every_row: bool) -> Prepared:

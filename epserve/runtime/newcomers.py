@@ -15,9 +15,8 @@ import torch
 
 from epserve.config import ModelConfig
 from epserve.errors import CheckpointError, NotReady
-from epserve.gate import GateWeights
 from epserve.models import LateCheckpoint, LayerWeights, ModelInfo, SharedExperts, Stamp, UnchangedCheckpoint
-from epserve.modular_kernel import ExpertWeights
+from epserve.modular_kernel import ExpertWeights, GateWeights
 from epserve.modular_kernel.known_times import KnownTable
 from epserve.step import LayerSource
 

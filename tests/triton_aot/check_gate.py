@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from epserve.gate import GateSpec, GateWeights
+from epserve.modular_kernel import GateSpec, GateWeights
 from experts import triton_gate
 from experts.kernels import gate as kernels
 from experts.tile_memory import Gpu

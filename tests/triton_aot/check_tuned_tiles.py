@@ -5,10 +5,12 @@ import random
 import pytest
 
 from epserve.modular_kernel import Workspaces
+from epserve.modular_kernel.buckets import BUCKETS
 from experts import triton_warmup
 from experts.tile_candidates import candidates, joined, token_tiles
 from experts.tile_limits import Limits
-from experts.triton_tiles import BUCKETS, Problem, Tiles
+from experts.tile_sizes import Tiles
+from experts.triton_tiles import Problem
 from tests.triton_aot import fake_driver
 from tests.triton_aot.check_late_compiles import SHAPES, Keys
 from tests.triton_aot.compiled import make, stub_weights

@@ -10,10 +10,11 @@ import torch
 import triton
 
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
+from epserve.modular_kernel.buckets import BUCKETS
 from experts.tile_memory import Gpu
 from experts.triton_batched import BatchedTritonExperts
 from experts.triton_experts import TritonExperts
-from experts.triton_tiles import BUCKETS, Problem
+from experts.triton_tiles import Problem
 from tests.triton_cases import Case
 
 BOOK = HandleBook("test")

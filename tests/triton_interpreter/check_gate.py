@@ -8,7 +8,7 @@ import torch
 from tests.triton_interpreter import exact_casts  # first: it patches the interpreter
 
 from epserve import gate  # isort: skip
-from epserve.gate import GateSpec, GateWeights  # isort: skip
+from epserve.modular_kernel import GateSpec, GateWeights  # isort: skip
 from experts import triton_gate  # isort: skip
 
 torch.set_num_threads(1)

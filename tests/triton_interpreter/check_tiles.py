@@ -13,7 +13,9 @@ from experts import tile_trial, tile_tuning  # isort: skip
 from experts.tile_candidates import First, Options, joined  # isort: skip
 from experts.tile_trial import Trial, batches_of  # isort: skip
 from experts.triton_experts import TritonExperts  # isort: skip
-from experts.triton_tiles import GemmTiles, Problem, bucket_of  # isort: skip
+from experts.tile_sizes import GemmTiles  # isort: skip
+from experts.triton_tiles import Problem  # isort: skip
+from epserve.modular_kernel.buckets import bucket_of  # isort: skip
 
 torch.set_num_threads(1)
 tile_trial.ROUNDS = 1

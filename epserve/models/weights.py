@@ -1,0 +1,65 @@
+"""What a rank holds of one layer, whatever checkpoint it came from.
+
+Legend: M tokens, K hidden size, S intermediate size of the shared experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from epserve.modular_kernel import Activation, ExpertWeights, GateWeights
+from experts import dense
+
+from .tensors import TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExperts:
+    """The dense experts that every token visits: `w13_SK` `(2S, K)` gate rows then up rows, `w2_KS` `(K, S)`.
+
+    `gate_1K`: where the family has one, the output is multiplied by sigmoid(x . gate).
+    """
+
+    w13_SK: torch.Tensor
+    w2_KS: torch.Tensor
+    activation: Activation
+    gate_1K: torch.Tensor | None = None
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return self.begin(x_MK)()
+
+    def begin(self, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The first projection; what comes back does the rest. The halves run beside dispatch and beside combine."""
+        h = dense.first_half(x_MK, self.w13_SK, self.w2_KS.shape[1])
+
+        def finish() -> torch.Tensor:
+            y_MK = dense.second_half(h, self.w2_KS, self.activation)
+            return y_MK if self.gate_1K is None else torch.sigmoid(F.linear(x_MK, self.gate_1K)) * y_MK
+
+        return finish
+
+    def warm_up(self) -> None:
+        """Compile what a large batch would otherwise compile first."""
+        self(self.w13_SK.new_zeros((dense.MIN_ROWS if self.w13_SK.is_cuda else 0, self.w13_SK.shape[1])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """What one rank needs of one layer: its experts in slot order, and the gate and shared experts, which all ranks hold."""
+
+    experts: ExpertWeights
+    gate: GateWeights
+    shared: SharedExperts | None
+
+
+def fingerprint(config: dict, tensors: Mapping[str, TensorInfo]) -> str:
+    """Changes with the configuration and with any tensor's name, dtype or shape."""
+    described = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
+    text = json.dumps([config, described], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

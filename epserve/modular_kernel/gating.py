@@ -1,0 +1,83 @@
+"""What a model's gate computes and holds, as data: `epserve.gate` computes it, checkpoints and kernels describe themselves by it.
+
+Legend: K hidden size, E logical experts, t = top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epserve.errors import ConfigError
+
+SCORINGS = ("softmax", "sigmoid", "softmax_of_topk", "client")
+GROUP_SCORES = ("max", "top2_sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSpec:
+    """How one model's gate computes, as data.
+
+    scoring: "softmax" or "sigmoid" over all experts and then top-k; "softmax_of_topk": top-k of the logits, then a softmax
+    over the chosen ones (gpt-oss). "client": the service has no gate of this model, ids and weights come with each request.
+    num_groups, top_groups: experts are chosen only from the `top_groups` best of `num_groups` groups of consecutive
+    experts; a group's score is the maximum ("max") or the sum of the two best ("top2_sum") of its experts.
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    renormalise: bool = False
+    """Divide the chosen weights by their sum."""
+    renormalise_epsilon: float = 0.0
+    """Added to that sum; DeepSeek-V3 has 1e-20."""
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    correction_bias: bool = False
+    """A bias per expert is added for the choice only; the weights come from the plain scores (DeepSeek-V3)."""
+    routed_scaling_factor: float = 1.0
+    logits_float32: bool = False
+    """The router's matrix product in float32 (DeepSeek); otherwise in the dtype of the hidden states."""
+    round_weights: bool = False
+    """Round the weights to the dtype of the logits (Qwen, OLMoE); otherwise they stay float32 (Mixtral, DeepSeek)."""
+    sorted: bool = True
+    """Slots in descending order of score; False leaves torch.topk's own order."""
+
+    def __post_init__(self):
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"gate scoring {self.scoring!r} is not one of {', '.join(SCORINGS)}")
+        if self.group_score not in GROUP_SCORES:
+            raise ConfigError(f"gate group_score {self.group_score!r} is not one of {', '.join(GROUP_SCORES)}")
+        if self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(f"top_groups must lie in 1..num_groups ({self.num_groups}), got {self.top_groups}")
+        if self.scoring == "softmax_of_topk" and (self.num_groups > 1 or self.correction_bias):
+            raise ConfigError("gate scoring 'softmax_of_topk' has neither groups nor a correction bias")
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ConfigError where this gate cannot choose among `num_experts`."""
+        if self.top_k > num_experts:
+            raise ConfigError(f"top_k {self.top_k} is more than the {num_experts} experts")
+        if num_experts % self.num_groups:
+            raise ConfigError(f"{num_experts} experts do not divide into {self.num_groups} groups")
+        if self.top_groups * (num_experts // self.num_groups) < self.top_k:
+            raise ConfigError(
+                f"top_k {self.top_k} is more than the experts of {self.top_groups} groups of {num_experts // self.num_groups}"
+            )
+        if self.num_groups > 1 and self.group_score == "top2_sum" and num_experts < 2 * self.num_groups:
+            raise ConfigError(f"group_score 'top2_sum' needs two experts a group: {num_experts} in {self.num_groups}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateWeights:
+    """`weight_EK`: the model's dtype, or float32 where the spec says `logits_float32` (there the product is in float32
+    whatever the weight is held in); `bias_E` likewise.
+
+    `correction_bias_E`: float32, there exactly when `GateSpec.correction_bias`.
+    """
+
+    weight_EK: torch.Tensor
+    bias_E: torch.Tensor | None = None
+    correction_bias_E: torch.Tensor | None = None

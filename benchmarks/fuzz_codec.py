@@ -111,7 +111,7 @@ def key(data: atheris.FuzzedDataProvider) -> None:
     """Registering never leaves the folder."""
     name = data.ConsumeUnicodeNoSurrogates(20)
     size, offset = data.ConsumeIntInRange(0, 2**64 - 1), data.ConsumeIntInRange(0, 2**64 - 1)
-    region = REGISTRY.register_leased("other", name="x", key=name, offset=offset % 4096, size=size % 4096)
+    region = REGISTRY.register_leased("other", uid=0, name="x", key=name, offset=offset % 4096, size=size % 4096)
     REGISTRY.forget(region)
     assert name.lstrip("/") == KEY
 
@@ -191,7 +191,7 @@ def main() -> None:
         sys.argv.remove(argument)
     torch.set_num_threads(1)
     (FOLDER / KEY).write_bytes(bytes(REGION_BYTES))
-    REGISTRY.register_leased("me", name="region", key=KEY, offset=0, size=REGION_BYTES)
+    REGISTRY.register_leased("me", uid=0, name="region", key=KEY, offset=0, size=REGION_BYTES)
     corpus = FOLDER / "corpus"
     corpus.mkdir()
     for number, seed in enumerate(seeds()):

@@ -199,7 +199,7 @@ async def test_a_jump_of_the_wall_clock_changes_no_deadline_rate_or_lease(tmp_pa
     x = torch.randn(100, 32)
     async with serving(FakeEngine(jump), tokens_file=tokens) as server, connect(server) as channel:
         regions = server._calls.regions
-        regions.register_leased("t", name="r", key=memory.name, offset=0, size=64)
+        regions.register_leased("t", uid=0, name="r", key=memory.name, offset=0, size=64)
         stub = pb_grpc.ExpertsStub(channel)
         reply = await stub.Forward(message(x, timeout_ms=5000), metadata=bearer("t"))
         assert torch.equal(tensor_of(reply), x)

@@ -9,9 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from grpc._cython import cygrpc
 
 import epserve
-from epserve.client import AsyncClient
+from epserve.client import AsyncClient, ClientOptions, Tls
 from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded
 from epserve.serving import epserve_pb2 as pb
@@ -22,6 +23,7 @@ from epserve.serving.history import History
 from epserve.serving.server import Server
 from tests.fake_engine import FakeEngine, serving
 from tests.grpc_calls import Frames, connect, status_of, until
+from tests.raw_http2 import RawConnection
 
 
 class Wire:
@@ -90,6 +92,39 @@ class TestHalfOpenConnections:
         assert options["grpc.keepalive_time_ms"] + options["grpc.http2.ping_timeout_ms"] <= 90_000
         assert options["grpc.http2.max_pings_without_data"] == 0, "as often as it takes"
         assert options["grpc.keepalive_permit_without_calls"] == 1
+
+    def test_a_client_may_ping_as_often_as_any_grpc_lets_it(self):
+        """Every 10 s at the most, for grpc-go and grpc-java; the margin is for pings that come early."""
+        assert dict(server_module._options(ServerConfig()))["grpc.http2.min_ping_interval_without_data_ms"] <= 4_000
+
+    def test_grpc_knows_every_option_that_is_set(self):
+        """It ignores a name that it does not know, and does not say so."""
+        library = Path(cygrpc.__file__).read_bytes()
+        options = (
+            server_module._options(ServerConfig()) + ClientOptions(tls=Tls(), balance="round_robin").channel_options()
+        )
+        assert [name for name, _ in options if name.encode() + b"\0" not in library] == []
+
+    @pytest.mark.slow
+    async def test_pings_close_no_connection_unless_they_are_a_flood(self):
+        """Every 5 s, with a call that is open and with none. Three pings too many were enough, once."""
+        watch = "/grpc.health.v1.Health/Watch"
+        async with serving(FakeEngine()) as server:
+            idle, busy, flood = [await RawConnection(window=65535).connect(server.address) for _ in range(3)]
+            await busy.send(watch, b"")
+            for _ in range(5):
+                await asyncio.sleep(5)
+                idle.ping()
+                busy.ping()
+            for _ in range(20):
+                flood.ping()
+                await asyncio.sleep(0.05)
+            await asyncio.wait_for(flood.closed.wait(), 30)
+            assert not idle.closed.is_set()
+            assert not busy.closed.is_set()
+            assert not busy.ended
+            for connection in (idle, busy, flood):
+                await connection.close()
 
     async def test_a_request_of_which_only_the_head_comes_ends_at_its_deadline(self):
         async with serving(FakeEngine()) as server, connect(server) as channel:

@@ -46,7 +46,7 @@ class TestRegistry:
     )
     def test_keys_stay_inside_the_folder(self, key, why):
         with pytest.raises(InvalidRequest, match="key: must name"):
-            Regions(ServerConfig()).register_leased("me", name="r", key=key, offset=0, size=64)
+            Regions(ServerConfig()).register_leased("me", uid=0, name="r", key=key, offset=0, size=64)
 
     def test_links_and_pipes_and_folders_are_not_regions(self, tmp_path):
         (tmp_path / "target").write_bytes(bytes(100))
@@ -57,7 +57,7 @@ class TestRegistry:
         before = len(os.listdir("/proc/self/fd"))
         for key in ("link", "pipe", "folder", "missing"):
             with pytest.raises(InvalidRequest):
-                registry.register_leased("me", name=key, key=key, offset=0, size=50)
+                registry.register_leased("me", uid=0, name=key, key=key, offset=0, size=50)
         assert len(os.listdir("/proc/self/fd")) == before
 
     @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ class TestRegistry:
     def test_a_region_lies_within_its_object_and_the_limit(self, shm, offset, size, error):
         registry = Regions(ServerConfig(max_region_bytes=8192))
         with pytest.raises(error):
-            registry.register_leased("me", name="r", key=shm[0], offset=offset, size=size)
+            registry.register_leased("me", uid=0, name="r", key=shm[0], offset=offset, size=size)
         assert not len(registry)
 
     def test_only_who_can_write_the_memory_gets_it_registered(self, shm):
@@ -90,14 +90,16 @@ class TestRegistry:
 
     def test_the_services_own_memory_cannot_be_named_without_a_proof(self):
         with pytest.raises(InvalidRequest, match="service's own"):
-            Regions(ServerConfig()).register_leased("me", name="r", key="/epserve-ring-0", offset=0, size=64)
+            Regions(ServerConfig()).register_leased("me", uid=0, name="r", key="/epserve-ring-0", offset=0, size=64)
 
     def test_a_name_is_an_owners_own(self, shm):
         registry = Regions(ServerConfig())
-        registry.register_leased("me", name="r", key=shm[0], offset=0, size=64)
-        registry.register_leased("you", name="r", key=shm[0], offset=32, size=64)  # overlap: windows of the same memory
+        registry.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64)
+        registry.register_leased(
+            "you", uid=0, name="r", key=shm[0], offset=32, size=64
+        )  # overlap: windows of the same memory
         with pytest.raises(InvalidRequest, match="registered already"):
-            registry.register_leased("me", name="r", key=shm[0], offset=0, size=64)
+            registry.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64)
         with pytest.raises(InvalidRequest, match="no region 'r' of this client"):
             registry.slice_of("they", slice_("r", 0, 8), 8, "topk_ids")
         registry.unregister_all("me")
@@ -109,17 +111,17 @@ class TestRegistry:
         monkeypatch.setattr(regions_module, "MAX_REGIONS_PER_CLIENT", 3)
         registry = Regions(ServerConfig())
         for number in range(3):
-            registry.register_leased("me", name=str(number), key=shm[0], offset=0, size=64)
+            registry.register_leased("me", uid=0, name=str(number), key=shm[0], offset=0, size=64)
         with pytest.raises(Overloaded, match="3 regions of this client"):
-            registry.register_leased("me", name="4", key=shm[0], offset=0, size=64)
-        registry.register_leased("you", name="1", key=shm[0], offset=0, size=64)
+            registry.register_leased("me", uid=0, name="4", key=shm[0], offset=0, size=64)
+        registry.register_leased("you", uid=0, name="1", key=shm[0], offset=0, size=64)
 
     def test_regions_of_silent_clients_are_reclaimed_but_not_while_they_are_used(self, shm, monkeypatch):
         now = [1000.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         registry = Regions(ServerConfig(region_lease_s=10))
         for name in ("idle", "busy", "asked"):
-            registry.register_leased("me", name=name, key=shm[0], offset=0, size=64)
+            registry.register_leased("me", uid=0, name=name, key=shm[0], offset=0, size=64)
         with registry.find("me", "busy", "x").used():
             now[0] += 11
             registry.find("me", "asked", "x").renew()
@@ -131,7 +133,7 @@ class TestRegistry:
     def test_unregistering_waits_for_whoever_reads(self, shm):
         registry = Regions(ServerConfig())
         before = len(os.listdir("/proc/self/fd"))
-        registry.register_leased("me", name="r", key=shm[0], offset=0, size=4096)
+        registry.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=4096)
         part = registry.slice_of("me", slice_("r", 0, 32), 32, "hidden_states")
         with part.region.used():
             registry.unregister("me", "r")
@@ -143,7 +145,7 @@ class TestRegistry:
     def test_an_object_that_is_cut_short_is_an_error_and_no_crash(self, shm):
         key, _, path = shm
         registry = Regions(ServerConfig())
-        registry.register_leased("me", name="r", key=key, offset=1024, size=3072)
+        registry.register_leased("me", uid=0, name="r", key=key, offset=1024, size=3072)
         part = registry.slice_of("me", slice_("r", 1024, 2048), 2048, "hidden_states")
         os.truncate(path, 3000)
         with pytest.raises(InvalidRequest, match="hidden_states: the shared-memory object"):
@@ -165,7 +167,7 @@ class TestRegistry:
             file.flush()
             try:
                 registry = Regions(ServerConfig())
-                registry.register_leased("me", name="r", key=Path(file.name).name, offset=100, size=4000)
+                registry.register_leased("me", uid=0, name="r", key=Path(file.name).name, offset=100, size=4000)
                 try:
                     part = registry.slice_of("me", slice_("r", offset, size), nbytes, "topk_ids")
                 except InvalidRequest:

@@ -148,7 +148,7 @@ class TestService:
 class TestRegistry:
     async def test_another_object_under_the_same_name_or_number_is_not_adopted(self, shm, caplog):
         own = Regions(ServerConfig())
-        region = own.register_leased("me", name="r", key=shm[0], offset=0, size=64)
+        region = own.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64)
         good, other = region.describe(), Regions(ServerConfig())
         for change in (
             {"object": [0, 1]},
@@ -169,7 +169,7 @@ class TestRegistry:
             remote = await RemoteEngine.join(port.address, SECRET, timeout_s=30, peers=peers[1])
             here, there = (Regions(ServerConfig(region_lease_s=100), board=each.board) for each in peers)
             await until(lambda: peers[0].board._neighbours)
-            region = here.register_leased("me", name="r", key=shm[0], offset=0, size=64)
+            region = here.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64)
             await here.share(region)
             (adopted,) = there.of("me")
             region.last_used -= 90
@@ -202,7 +202,7 @@ class TestRegistry:
         board.joined(Silent())
         regions = Regions(ServerConfig(), board=board)
         sharing = asyncio.ensure_future(
-            regions.share(regions.register_leased("me", name="r", key=shm[0], offset=0, size=64))
+            regions.share(regions.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64))
         )
         await asyncio.sleep(0)
         sharing.cancel()
@@ -228,5 +228,5 @@ class TestRegistry:
 
         board.joined(Knows())
         with pytest.raises(InvalidRequest, match="registered already"):
-            await regions.share(regions.register_leased("me", name="r", key=shm[0], offset=0, size=64))
+            await regions.share(regions.register_leased("me", uid=0, name="r", key=shm[0], offset=0, size=64))
         assert not len(regions)

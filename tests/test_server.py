@@ -7,6 +7,7 @@ import socket
 import grpc
 import pytest
 import torch
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -75,10 +76,30 @@ class TestHealthAndReflection:
                     INFERENCE_SERVICE,
                     "epserve.v1.Admin",
                     "grpc.health.v1.Health",
+                    "grpc.reflection.v1.ServerReflection",
                     "grpc.reflection.v1alpha.ServerReflection",
                 }
             else:
                 assert (await status_of(call.read())).code() is grpc.StatusCode.UNIMPLEMENTED
+
+    @pytest.mark.parametrize("version", ["v1", "v1alpha"])
+    async def test_reflection_answers_under_both_of_its_names(self, version):
+        """Tools ask for v1 first, and for what the service itself looks like."""
+        name = f"grpc.reflection.{version}.ServerReflection"
+        async with serving(FakeEngine()) as server, connect(server) as channel:
+            method = channel.stream_stream(
+                f"/{name}/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            asked = [SERVICE, name, f"grpc.reflection.{version}.ServerReflectionRequest"]
+            call = method(iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=each) for each in asked]))
+            files = [(await call.read()).file_descriptor_response.file_descriptor_proto for _ in asked]
+        service, own, message = [FileDescriptorProto.FromString(found[0]) for found in files]
+        assert "ForwardStream" in {method.name for method in service.service[0].method}
+        assert own == message
+        assert own.package == f"grpc.reflection.{version}"
+        assert own.service[0].method[0].input_type == f".grpc.reflection.{version}.ServerReflectionRequest"
 
     async def test_model_and_status(self):
         engine = WatchedEngine(layers=(1, 2))

@@ -18,7 +18,7 @@ import grpc
 from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded, PermissionDenied
 from epserve.runtime.planning import Batch, Priority
-from epserve.serving import codec, wire
+from epserve.serving import codec, sockets, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
 from epserve.serving.cuda_regions import CudaRegistry
@@ -75,6 +75,8 @@ class Calls:
         # An engine whose ranks are elsewhere has no memory to offer.
         make_buffer = getattr(engine, "buffer", wire.plain_buffer)
         self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
+        self.port = 0
+        """Of the server, once it is bound."""
         self.in_flight = 0
         self.buffered_bytes = 0
         self.draining = asyncio.Event()
@@ -98,6 +100,12 @@ class Calls:
         if not is_on_this_host(caller.peer):
             text = "region: shared-memory regions are for clients that connect over loopback or the Unix-domain socket"
             raise InvalidRequest(text, field="region")
+
+    async def uid_of(self, peer: str) -> int | None:
+        """The user whose process has this connection; None where that cannot be known."""
+        if peer.startswith("unix:"):
+            return os.geteuid()  # the socket is open to this user alone (`server.unix_socket`)
+        return await asyncio.to_thread(sockets.uid_of_peer, peer, self.port)
 
     def request_id(self, wanted: str) -> str:
         """The caller's, checked, or one of our own."""

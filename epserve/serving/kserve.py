@@ -142,6 +142,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             regions = self._calls.regions
             region = regions.register_leased(
                 self._region_owner(context),
+                uid=await self._calls.uid_of(context.peer()),
                 name=request.name,
                 key=request.key,
                 offset=request.offset,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from epserve.config import ServerConfig
-from epserve.errors import InvalidRequest, Overloaded, TooLarge
+from epserve.errors import InvalidRequest, Overloaded, PermissionDenied, TooLarge
 from epserve.runtime.board import Board, Handlers
 from epserve.serving import epserve_pb2 as pb
 
@@ -180,12 +180,21 @@ class Regions:
             raise
         return self._add(Region(owner=owner, name=drawn_name(), key=key, offset=offset, size=size, lease_s=None, fd=fd))
 
-    def register_leased(self, owner: str, *, name: str, key: str, offset: int, size: int) -> Region:
-        """Under the client's name, forgotten when unused for `server.region_lease_s`."""
+    def register_leased(self, owner: str, *, uid: int | None, name: str, key: str, offset: int, size: int) -> Region:
+        """Under the client's name, forgotten when unused for `server.region_lease_s`.
+
+        uid: the user whose process calls, who must have the right to write the object; None: it is not known. Raises
+        PermissionDenied.
+        """
         self.check_name(owner, name)
         if key.lstrip("/").startswith(RESERVED_PREFIX):
             raise InvalidRequest(f"key: names that start with {RESERVED_PREFIX!r} are the service's own", field="key")
         fd = self._open(owner, key, offset, size)
+        try:
+            _check_rights(os.fstat(fd), uid, key)
+        except PermissionDenied:
+            os.close(fd)
+            raise
         lease_s = self._limits.region_lease_s
         return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=lease_s, fd=fd))
 
@@ -358,6 +367,22 @@ class Regions:
 
     def __len__(self) -> int:
         return len(self._regions)
+
+
+def _check_rights(found: os.stat_result, uid: int | None, key: str) -> None:
+    """The server opens an object with its own rights, which may be more than the caller's. Raises PermissionDenied."""
+    if uid is None:
+        text = (
+            f"key: whether the caller may use {key[:100]!r} cannot be known over this connection; connect over"
+            " loopback TCP or the Unix-domain socket, or use epserve's own client, which proves it"
+        )
+        raise PermissionDenied(text, field="key")
+    if uid not in (0, found.st_uid) and found.st_mode & 0o006 != 0o006:
+        text = (
+            f"key: {key[:100]!r} is user {found.st_uid}'s with mode {stat.S_IMODE(found.st_mode):04o}, and the caller is user"
+            f" {uid}; only its owner may register it, or give others the right to read and write it"
+        )
+        raise PermissionDenied(text, field="key")
 
 
 def check_proof(proof: bytes, size: int) -> None:

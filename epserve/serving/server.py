@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from epserve import allocator
 from epserve.config import ServerConfig
@@ -20,7 +19,7 @@ from epserve.errors import ConfigError
 from epserve.runtime.peers import Peers
 from epserve.serving import admin_pb2 as admin_pb
 from epserve.serving import admin_pb2_grpc as admin_pb_grpc
-from epserve.serving import auth, frames, tracing, wire
+from epserve.serving import auth, frames, reflection, tracing, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve_pb
 from epserve.serving import inference_pb2_grpc as kserve_pb_grpc
@@ -48,6 +47,9 @@ HOUSEKEEPING_S = 1.0
 """How often the tokens file is looked at and dead clients' regions are dropped."""
 TRIM_EVERY = 15
 """Rounds of housekeeping after which free memory goes back to the system."""
+SHORTEST_PING_MS = 4_000
+"""A connection whose client pings three times more often than this is closed. The shortest interval of grpc-go and grpc-java
+is 10 s, and pings may come early; our clients ping every 30 s."""
 FLUSH_S = 0.5
 """For replies on their way and health watchers, once all accepted calls are done."""
 
@@ -120,7 +122,7 @@ class Server:
             regions=Regions(config, board=self._peers.board),
             observer=observer,
         )
-        names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [SERVICE, health.SERVICE_NAME, *reflection.SERVICES]
         self._doorbell = Doorbell(calls)
         if config.regions:
             await self._doorbell.start()
@@ -133,7 +135,7 @@ class Server:
             names.append(INFERENCE_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
-            reflection.enable_server_reflection(names, server)
+            reflection.add(names, server)
         wanted = _address(config.host, config.port)
         try:
             if credentials is None:
@@ -142,6 +144,7 @@ class Server:
                 self._port = server.add_secure_port(wanted, credentials)
         except RuntimeError as error:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
+        calls.port = self._port
         if config.unix_socket is not None:
             _listen_on_socket(server, config.unix_socket)
         if config.metrics_port is not None:
@@ -227,7 +230,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", 20_000),  # without it gRPC waits longer, whatever the keepalive's timeout is
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),  # else a connection that was idle for two pings is never asked again
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
+        ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),
     ]
 
 

@@ -229,6 +229,22 @@ def browser(tmp_path_factory):
     driver.quit()
 
 
+@pytest.fixture(scope="module")
+def page(browser):
+    """A page with data whose service is gone, so that a script can put other data in without a race."""
+
+    async def load():
+        async with watched() as server:
+            await ask(server)
+            sample(server)
+            await asyncio.to_thread(browser.get, f"http://127.0.0.1:{server.metrics_port}/")
+            wait = WebDriverWait(browser, 90)
+            await asyncio.to_thread(wait.until, lambda driver: rows(driver, "hot"))
+
+    asyncio.run(load())
+    return browser
+
+
 class TestInChromium:
     """One page, looked at from all sides; each look runs in a thread while the service goes on."""
 
@@ -336,6 +352,29 @@ class TestInChromium:
 
             assert await self.look(browser, server, look) <= 360
 
+    @pytest.mark.parametrize("width", [360, 768, 1240])
+    @pytest.mark.parametrize("age_s", [3, 25, 90, 400, 4000])
+    def test_a_plot_is_filled_and_its_labels_do_not_overlap(self, page, width, age_s):
+        driver = page
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        try:
+            share, overlaps = driver.execute_script(PLOT, age_s)
+        finally:
+            driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        assert overlaps == []
+        assert share > (0.9 if age_s >= 20 else 0.1), "a young service fills its plot, not the last pixels of it"
+
+    @pytest.mark.parametrize(
+        ("percent", "like"),
+        [([95, 99, 103, 107], "even"), ([1, 5], "cold"), ([400, 390], "hot"), ([0, 0], "even")],
+    )
+    def test_the_heat_map_is_neutral_at_balance(self, page, percent, like):
+        driver = page
+        for found in driver.execute_script(HEAT, percent):
+            assert min(found, key=lambda name: found[name]) == like, found
+            assert found[like] < 40, found
+
     async def test_names_from_the_model_are_text_and_never_markup(self, browser):
         async with watched(WatchedEngine(name="<img src=x onerror=alert(1)>")) as server:
             sample(server)
@@ -360,6 +399,33 @@ def rows(driver, body):
     return driver.execute_script(f"return [...document.getElementById(arguments[0]).rows].map(row => {cells})", body)
 
 
+PLOT = """
+const made = structuredClone(data), at = Array.from({length: arguments[0] + 1}, (_, i) => 1000 + i);
+made.series = {at};
+for (const name of ["p50_ms", "p90_ms", "p99_ms", "tokens", "queue_tokens", "requests", "steps", "errors"])
+  made.series[name] = at.map((_, i) => 1e6 + i);
+data = made; byId("span").value = "600"; render();
+const overlaps = [];
+for (const svg of document.querySelectorAll(".pair section > svg")) {
+  const boxes = [...svg.querySelectorAll("text.time")].map(each => [each.textContent, each.getBoundingClientRect()]);
+  if (boxes.length < 2) overlaps.push("fewer than two labels");
+  for (const [a, p] of boxes) for (const [b, q] of boxes)
+    if (a < b && p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom) overlaps.push([svg.id, a, b]);
+}
+const box = byId("rate").querySelector("path").getBoundingClientRect();
+return [box.width / (byId("rate").getBoundingClientRect().width - 52), overlaps];
+"""
+HEAT = """
+const made = structuredClone(data), percent = arguments[0];
+made.heat = {rows: ["layer 0"], percent: [percent], experts: [percent.map((_, i) => i)]};
+data = made; render();
+const style = getComputedStyle(document.documentElement);
+const pixels = byId("heat").getContext("2d").getImageData(0, 0, percent.length, 1).data;
+return percent.map((_, i) => Object.fromEntries(["cold", "even", "hot"].map(name => {
+  const wanted = style.getPropertyValue("--" + name).split(",").map(Number);
+  return [name, Math.hypot(...wanted.map((v, c) => v - pixels[4 * i + c]))];
+})));
+"""
 CONTRAST = """
 function channels(colour) { return (colour.match(/[\\d.]+/g) || []).map(Number); }
 function light(c) {

@@ -249,7 +249,7 @@ def compat(
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="Expert-parallel ranks, one process each.")] = 4,
-    clients: Annotated[int, typer.Option(help="Clients that send at once.")] = 4,
+    clients: Annotated[int, typer.Option(help="Clients that send at once.", min=1)] = 4,
     all2all: Annotated[str, typer.Option(help="All-to-all backend; see `epserve compat`.")] = "auto",
     experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
 ) -> None:

@@ -28,8 +28,13 @@ from transformers.utils import logging as hf_logging
 from epserve import ranges
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
+from epserve.gate import GateSpec
+from epserve.models import ModelInfo
 from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.modular_kernel import UNQUANTIZED, Activation
+from epserve.plan import check_machine
 from epserve.process import Listen, until_signalled
+from epserve.rank_plan import plan_ranks
 from epserve.service import running
 
 FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
@@ -85,9 +90,11 @@ def run(
 ) -> bool:
     """Serve and compare one checkpoint after the other; True when every answer agrees with transformers.
 
+    Raises ConfigError or Incompatible for ranks and backends that cannot serve them, before anything is written or started.
     since: where the seconds that are shown begin, by `time.monotonic`; default: now. SIGINT and SIGTERM raise SystemExit,
     whose code is 128 + the signal's number, once the ranks and the checkpoints are gone.
     """
+    _check(ranks, all2all, experts)
     console = console or Console()
     stage = Stages(console, time.monotonic() if since is None else since)
     logging.getLogger().setLevel(logging.WARNING)
@@ -108,13 +115,7 @@ def run(
             path = Path(folder) / family
             write_demo_checkpoint(family, path, dtype=torch.float32, **SIZES)
             progress.update(bar, advance=1, description=f"{title}: starting {ranks} ranks")
-            config = parse_config(
-                {
-                    "model": {"path": str(path)},
-                    "engine": {"ranks": ranks, "device": "cpu", "all2all": all2all, "experts": experts},
-                    "server": {"port": 0},
-                }
-            )
+            config = _config(path, ranks, all2all, experts)
             work = partial(_serve_and_ask, config, path, clients, progress, bar, title, stage)
             answers, status = _until_done(work, farewell)
             stage(f"{title}: stopped")
@@ -129,6 +130,28 @@ def run(
     )
     console.print(verdict)
     return good
+
+
+def _config(path: Path, ranks: int, all2all: str, experts: str) -> Config:
+    return parse_config(
+        {
+            "model": {"path": str(path)},
+            "engine": {"ranks": ranks, "device": "cpu", "all2all": all2all, "experts": experts},
+            "server": {"port": 0},
+        },
+        "options",
+    )
+
+
+def _check(ranks: int, all2all: str, experts: str) -> None:
+    """What serving will check, of a model of these sizes that is not there yet."""
+    config = _config(Path(), ranks, all2all, experts)
+    info = ModelInfo(
+        family="mixtral", name="demo", hidden=SIZES["hidden"], intermediate=SIZES["intermediate"],
+        num_experts=SIZES["num_experts"], top_k=SIZES["top_k"], dtype=torch.float32, layers=(0,), activation=Activation(),
+        bias=False, gate=GateSpec(top_k=SIZES["top_k"]), shared_intermediate=0, fingerprint="", quant=UNQUANTIZED,
+    )  # fmt: skip
+    check_machine(config, info, plan_ranks(config, info, device="cpu"))
 
 
 @contextlib.contextmanager

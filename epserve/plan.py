@@ -6,12 +6,12 @@ while it is in flight, and what the runtime takes for itself, are stated apart.
 
 from __future__ import annotations
 
-import os
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 
-from epserve import backend_choice, rank_plan
+from epserve import backend_choice, machine, rank_plan
 from epserve.config import Config
 from epserve.errors import ConfigError
 from epserve.models import ModelInfo, open_checkpoint
@@ -23,6 +23,8 @@ MIB = 1 << 20
 # Code, allocator and libraries of a process. CPU: 277 MB resident after `import torch` (measured, torch 2.13). CUDA: an
 # allowance for the context, NCCL and the caching allocator, not a measurement; `--reserve-gib` replaces it.
 RUNTIME_BYTES = {"cpu": 300 * MIB, "cuda": 2048 * MIB}
+RANK_THREADS, BASE_THREADS = 32, 200
+"""Of one rank, and of the service with Ray's own processes: counted on two cores. More cores have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +76,42 @@ def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) 
     device = rank_plan.resolve_device(config.engine.device)
     here = device == "cpu" or torch.cuda.is_available()
     plan = rank_plan.plan_ranks(config, info, device=device, here=here)
-    memory = memory or _memory_here(device, config.engine.ranks)
-    runtime = RUNTIME_BYTES[device] if reserve is None else reserve
+    memory = memory or _memory_here(config, device)
+    return _memory_plan(config, info, plan, memory, RUNTIME_BYTES[device] if reserve is None else reserve)
+
+
+def check_machine(config: Config, info: ModelInfo, plan: RankPlan) -> None:
+    """Raises ConfigError where this machine has too little memory for the ranks, or may not run so many processes.
+
+    For ranks that all run here, before anything is started. Takes milliseconds.
+    """
+    engine, device = config.engine, plan.spec.device
+    processes = engine.ranks + engine.spares + engine.standbys
+    threads, most = processes * RANK_THREADS + BASE_THREADS, machine.most_threads()
+    if threads > most:
+        raise ConfigError(
+            f"engine.ranks {engine.ranks}, with spares and standbys {processes} processes, have some {threads} threads, this"
+            f" user or container may have {most} (ulimit -u, pids.max); lower engine.ranks or raise the limit"
+        )
+    # On a GPU the allowance for the runtime is no measurement: nothing is refused for its sake.
+    memory = _memory_here(config, device)
+    found = _memory_plan(config, info, plan, memory, 0 if device == "cuda" else RUNTIME_BYTES[device])
+    if not memory or found.fits:
+        return
+    need, have = (f"{size / MIB:.0f} MiB" for size in (found.worst.total, memory))
+    cap, where = found.largest_cap, "GPU" if device == "cuda" else "machine's memory"
+    remedy = f"engine.max_tokens_per_rank to at most {cap}" if cap else "engine.ranks, or join a larger cluster"
+    raise ConfigError(
+        f"engine.ranks {engine.ranks}: rank {found.worst.rank} needs {need}, its share of this {where} is {have}; lower {remedy}"
+        " (`epserve plan` shows what takes it)"
+    )
+
+
+def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, runtime: int) -> MemoryPlan:
     ranks = _every_rank(config, info, plan, runtime)
     return MemoryPlan(
         model=info.name,
-        device=device,
+        device=plan.spec.device,
         backends=" + ".join(plan.chosen.names),
         max_tokens_per_rank=config.engine.max_tokens_per_rank,
         ranks=ranks,
@@ -107,7 +139,8 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
     dense = dense_bytes(info) * layers
     sliced = replace(info, intermediate=shape.intermediate)
 
-    def one(rank: int, count: int) -> RankMemory:
+    @functools.cache
+    def one(count: int, rank: int) -> RankMemory:
         asked = rank_plan.memory_asked(plan.paths, rank)
         shared, buffers = asked.pop("workspaces"), sum(asked.values())
         # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
@@ -126,7 +159,11 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         )
 
     layout = plan.placement.layout
-    return tuple(one(rank, layout.counts[rank // layout.slices]) for rank in range(engine.ranks))
+    counts = [layout.counts[rank // layout.slices] for rank in range(engine.ranks)]
+    first = {
+        count: rank for rank, count in reversed(list(enumerate(counts)))
+    }  # ranks with as many experts need the same
+    return tuple(replace(one(count, first[count]), rank=rank) for rank, count in enumerate(counts))
 
 
 def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, memory: int) -> int:
@@ -141,11 +178,13 @@ def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, 
     return low
 
 
-def _memory_here(device: str, num_ranks: int) -> int:
-    """Of one GPU, or this host's share of its memory for each rank; 0 where it cannot be told."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+def _memory_here(config: Config, device: str) -> int:
+    """One rank's share of a GPU, or of this host's memory; 0 where it cannot be told."""
+    if device == "cpu":
+        return machine.memory_bytes() // config.engine.ranks
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(0).total_memory // config.cluster.ranks_per_gpu
 
 
 def _bytes(tensors) -> int:

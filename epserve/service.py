@@ -15,6 +15,7 @@ from typing import Any
 from epserve import allocator
 from epserve.config import Config, read_secret
 from epserve.front_ends import FrontEnds
+from epserve.plan import check_machine
 from epserve.process import Listen, claim, until_signalled, write_ready
 from epserve.runtime.engine import Engine
 from epserve.runtime.host import check_host
@@ -35,6 +36,8 @@ async def running(config: Config, others: Others | None = None):
     others = others or Others()
     engine = Engine(config)
     check_host(config, engine.plan.spec.device)
+    if config.cluster.address == "local":
+        check_machine(config, engine.info, engine.plan)
     server = Server(engine, config.server, default_deadline_s=config.scheduler.default_deadline_s, peers=others.peers)
     await server.start()
     try:

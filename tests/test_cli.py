@@ -19,7 +19,7 @@ from rich.console import Console
 
 from epserve import demo, doctor
 from epserve.config import load_config, parse_config
-from epserve.errors import ConfigError
+from epserve.errors import ConfigError, OperatorError
 from epserve.runtime.host import check_host
 from tests.checkpoints import write
 from tests.grpc_calls import until
@@ -267,3 +267,20 @@ def test_a_ready_file_of_a_killed_service_is_removed_at_the_door(tmp_path):
     ready.write_text("old")
     assert epserve("serve", str(config), "--ready-file", str(ready)).returncode == 2
     assert not ready.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"experts": "nosuch"}, "experts backend 'nosuch' is unknown"),
+        ({"all2all": "nosuch"}, "all-to-all backend 'nosuch' is unknown"),
+        ({"all2all": "all_to_all", "experts": "batched_loop"}, "no pair of backends|Standard"),
+        ({"ranks": 0}, r"engine\.ranks"),
+        ({"ranks": 1000}, "engine.ranks 1000: rank 0 needs"),
+    ],
+)
+def test_the_demo_refuses_before_it_writes_or_starts_anything(monkeypatch, options, told):
+    monkeypatch.setattr(demo, "write_demo_checkpoint", lambda *args, **kwargs: pytest.fail("a checkpoint was written"))
+    monkeypatch.setattr("epserve.machine.memory_bytes", lambda: 64 << 30)
+    with pytest.raises(OperatorError, match=told):
+        demo.run(**{"ranks": 2, "clients": 1, **options})

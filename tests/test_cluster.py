@@ -303,3 +303,29 @@ def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failu
         for process in (before, *left):
             process.kill()
             process.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("command", ["up", "status", "logs", "down"])
+@pytest.mark.parametrize("lacks", ["key", "ssh", "HOME"])
+def test_what_ssh_needs_here_is_looked_for_before_ssh_runs(tmp_path, command, lacks):
+    programs, key, home = tmp_path / "bin", tmp_path / "key", tmp_path / "home"
+    programs.mkdir()
+    (programs / "ssh").write_text(f"#!/bin/sh\necho called >> {tmp_path / 'called'}\n")
+    (programs / "ssh").chmod(0o755)
+    key.touch()
+    path = local_file(tmp_path, lambda data: data["auth"].update(ssh_private_key=str(key)))
+    if lacks == "HOME":
+        home.touch()  # a file: no folder can be made below it, by any user
+    (tmp_path / {"key": "key", "ssh": "bin/ssh", "HOME": "nothing"}[lacks]).unlink(missing_ok=True)
+    environment = {**os.environ, "PATH": str(programs), "HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-m", "epserve", "cluster", command, str(path)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    told = {
+        "key": f"auth.ssh_private_key {key} cannot be read: No such file",
+        "ssh": "ssh is not installed here",
+        "HOME": f"{home}/.epserve/",
+    }[lacks]
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "called").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from epserve import machine
 from epserve.config import parse_config
-from epserve.errors import EpserveError
+from epserve.errors import ConfigError, EpserveError
+from epserve.models import open_checkpoint
 from epserve.models.demo import write_demo_checkpoint
-from epserve.plan import plan_memory
+from epserve.plan import check_machine, plan_memory
+from epserve.rank_plan import plan_ranks
+from epserve.service import running
 
 MIB = 1 << 20
 RANK = """
@@ -87,6 +93,90 @@ def test_the_command_prints_a_table_and_its_exit_code_says_whether_it_fits(small
     assert good.returncode == 0 and "fits:" in good.stdout and "in flight" in good.stdout
     bad = subprocess.run([*words, "--memory-gib", "0.01", "--json"], capture_output=True, text=True)
     assert bad.returncode == 1 and json.loads(bad.stdout)["largest_cap"] == 0
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    def connect(config):
+        raise Started
+
+    monkeypatch.setattr("epserve.runtime.engine.Cluster.connect", connect)
+
+
+@pytest.mark.parametrize(
+    ("memory", "threads", "told"),
+    [
+        (
+            8 << 30,
+            1 << 30,
+            r"^engine\.ranks 24: rank 0 needs \d+ MiB, its share of this machine's memory is 341 MiB; lower",
+        ),
+        (
+            64 << 20,
+            1 << 30,
+            r"its share of this machine's memory is 3 MiB; lower engine\.ranks, or join a larger cluster",
+        ),
+        (1 << 40, 500, r"^engine\.ranks 24, with .* 25 processes, have some 1000 threads, .* may have 500 \(ulimit -u"),
+    ],
+)
+async def test_serving_refuses_what_the_machine_cannot_hold_before_ray_starts(
+    small, monkeypatch, no_ray, memory, threads, told
+):
+    """The CPUs of a Ray of our own are as many as the ranks need, so Ray refuses nothing: it started process after process."""
+    monkeypatch.setattr("epserve.machine.memory_bytes", lambda: memory)
+    monkeypatch.setattr("epserve.machine.most_threads", lambda: threads)
+    served = parse_config({**config(small, ranks=24, max_tokens_per_rank=16384), "server": {"port": 0}})
+    with pytest.raises(ConfigError, match=told):
+        async with running(served):
+            pass
+    monkeypatch.setattr("epserve.machine.memory_bytes", lambda: 1 << 50)
+    monkeypatch.setattr("epserve.machine.most_threads", lambda: 1 << 50)
+    with pytest.raises(Started):
+        async with running(served):
+            pass
+
+
+def test_the_cap_that_is_offered_fits(small, monkeypatch):
+    monkeypatch.setattr("epserve.machine.memory_bytes", lambda: 8 << 30)
+    asked = config(small, ranks=4, max_tokens_per_rank=1 << 20)
+    with pytest.raises(ConfigError, match=r"lower engine\.max_tokens_per_rank to at most \d+") as error:
+        check(asked)
+    cap = int(str(error.value).split("at most ")[1].split()[0])
+    check(config(small, ranks=4, max_tokens_per_rank=cap))
+
+
+def check(data: dict) -> None:
+    asked = parse_config(data)
+    info = open_checkpoint(asked.model.path).info
+    check_machine(asked, info, plan_ranks(asked, info, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "memory", "threads"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "1000", "a/b/memory.max": "max", "a/b/pids.max": "50"}, 1000, 50),
+        ("0::/not/seen/from/here\n", {"memory.max": "2000", "pids.max": "60"}, 2000, 60),
+        ("5:pids:/x\n4:cpu,memory:/y\n", {"memory/y/memory.limit_in_bytes": "3000", "pids/x/pids.max": "70"}, 3000, 70),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None, None),
+        ("", {}, None, None),
+    ],
+)
+def test_a_containers_limits_count(tmp_path, monkeypatch, groups, files, memory, threads):
+    own = tmp_path / "own"
+    own.write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "OWN_CGROUP", own)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.memory_bytes() == (memory or physical)
+    assert machine.most_threads() == (threads or machine.NO_LIMIT)
 
 
 def test_two_running_ranks_hold_what_was_planned(tmp_path):

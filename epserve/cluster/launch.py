@@ -24,7 +24,7 @@ from . import node
 from .diagnosis import check_nodes, check_resources, probe, why_missing
 from .direct import SLOW_START, Direct
 from .file import ClusterFile
-from .ssh import Ssh, each
+from .ssh import Ssh, check_ssh, each
 
 HOME = Path("~/.epserve")  # of the operator and of the head: one folder a cluster
 JOIN_SLICE_S = 15.0  # one wait on the head; between two of them the missing nodes are looked at
@@ -51,9 +51,14 @@ class Cluster:
     """One cluster file and its nodes."""
 
     def __init__(self, file: ClusterFile, *, say: Say = print):
+        """Raises ConfigError where this machine lacks what ssh needs: the client, the key, a folder for known hosts."""
         self.file, self.say = file, say
+        check_ssh(file.ssh_key)
         self.home = HOME.expanduser() / file.name
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"{self.home}: {error.strerror}; set HOME to a folder that can be written") from None
         known = self.home / "known_hosts"
         self.ssh = Ssh(user=file.ssh_user, key=file.ssh_key, known_hosts=known, proxy=file.ssh_proxy)
         self.remote = str(HOME / file.name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from epserve.errors import ClusterError
+from epserve.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5  # a host in the same room answers in milliseconds; one that is off never does
@@ -90,6 +91,16 @@ class Ssh:
             if text.lower() in stderr.lower():
                 return f"{meaning}; {remedy}".format(key=self.key, known=self.known_hosts)
         return _clean(stderr) or "ssh failed without a word"
+
+
+def check_ssh(key: Path) -> None:
+    """Raises ConfigError now rather than once for each node."""
+    if shutil.which("ssh") is None:
+        raise ConfigError("ssh is not installed here: install OpenSSH's client (openssh-client)")
+    try:
+        key.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"auth.ssh_private_key {key} cannot be read: {error.strerror}") from None
 
 
 def each(hosts: Iterable[str], work: Callable[[str], T]) -> dict[str, T | ClusterError]:

@@ -26,6 +26,7 @@ from epserve import rank_plan
 from epserve.errors import ConfigError, EpserveError, NotReady, OperatorError
 from epserve.modular_kernel import ExpertLayout
 from epserve.placement import Placement
+from epserve.plan import check_machine
 from epserve.step import Arrangement
 
 from .failure import root_cause
@@ -230,6 +231,8 @@ class Changes:
         layout = ExpertLayout.even(slots, ranks // slices, slices=slices)
         config = rank_plan.resized(pool.config, layout.counts, info_experts)
         rank_plan.check_layout(config, pool.plan, layout)  # Incompatible before anything is started
+        if ranks > pool.num_ranks and config.cluster.address == "local":
+            check_machine(config, pool.info, rank_plan.plan_ranks(config, pool.info, device=pool.device))
         version = self.next_version()
         placements = {
             layer: Placement.spread(

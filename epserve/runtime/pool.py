@@ -68,7 +68,7 @@ class Pool:
     ):
         """stamp, info: of the checkpoint from which the plan was made; ranks read no other one."""
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
-        self.stamp, self._info = stamp, info
+        self.stamp, self.info = stamp, info
         self._times: dict[str, KnownTable] = {}  # what any rank has measured
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))
         self.gang, self.agents = Gang(config, device), Agents()
@@ -270,7 +270,7 @@ class Pool:
 
     def _welcome(self, holders: tuple[Holders, ...] = ()) -> Welcome:
         return Welcome(
-            start=self.stamp, info=self._info, times=tuple(self._times.values()) if self.started else None,
+            start=self.stamp, info=self.info, times=tuple(self._times.values()) if self.started else None,
             holders=holders, hurry=not self.serving.is_set(),
         )  # fmt: skip
 

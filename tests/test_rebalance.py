@@ -383,9 +383,19 @@ async def test_a_change_goes_on_when_its_caller_gives_up(engine, paths, caplog):
 async def test_sizes_that_cannot_be(engine):
     with pytest.raises(ConfigError, match="0 ranks; at least 1"):
         await engine.scale(0)
-    with pytest.raises(ConfigError, match="600 ranks need"):
+    with pytest.raises(ConfigError, match="600 ranks need|engine.ranks 600: rank 0 needs"):
         await engine.scale(600)
     assert engine.state() == "serving"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_more_ranks_than_the_machine_has_room_for_are_refused_and_nothing_starts(engine, monkeypatch):
+    monkeypatch.setattr("epserve.machine.memory_bytes", lambda: 2 << 30)
+    before = engine.status()
+    with pytest.raises(ConfigError, match=r"engine\.ranks 16: rank 0 needs .* memory is 128 MiB"):
+        await engine.scale(16)
+    after = engine.status()
+    assert after.state == "serving" and [r.pid for r in after.ranks] == [r.pid for r in before.ranks]
 
 
 @pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from epserve.modular_kernel import GateSpec, GateWeights, Routing
+from experts import rows
 
 
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
@@ -33,7 +34,7 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
     if spec.logits_float32:
         logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
     else:
-        logits_ME = F.linear(x_MK, weights.weight_EK, weights.bias_E)
+        logits_ME = rows.linear(x_MK, weights.weight_EK, weights.bias_E)
     return route_logits(logits_ME, weights.correction_bias_E, spec)
 
 
@@ -63,11 +64,14 @@ def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None
 
 
 def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeights:
-    """As the device likes them: on CUDA a float32 weight in the model's 16-bit `dtype`, where that loses nothing.
+    """As the device likes them: on the CPU with zeros behind the rows, on CUDA a float32 weight in the model's 16-bit `dtype`,
+    where that loses nothing.
 
     Checkpoints store 16 bits even where the product is in float32: half the bytes, and tensor cores. Waits for the device.
     """
     weight_EK = weights.weight_EK
+    if weight_EK.device.type == "cpu" and not spec.logits_float32:
+        return replace(weights, weight_EK=rows.with_zeros(weight_EK))
     if not weight_EK.is_cuda or not spec.logits_float32 or weight_EK.dtype != torch.float32 or dtype.itemsize != 2:
         return weights
     narrow_EK = weight_EK.to(dtype)

@@ -18,6 +18,7 @@ from epserve.models import ModelInfo, open_checkpoint
 from epserve.models.layout import allocate
 from epserve.modular_kernel import FusedMoEActivationFormat
 from epserve.rank_plan import RankPlan
+from experts import rows
 
 MIB = 1 << 20
 # Code, allocator and libraries of a process. CPU: 277 MB resident after `import torch` (measured, torch 2.13). CUDA: an
@@ -120,23 +121,30 @@ def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, r
     )
 
 
-def expert_bytes(info: ModelInfo, num_experts: int) -> int:
-    """Of one layer's experts with their biases and scales."""
-    return _bytes(allocate(info, num_experts, torch.device("meta")).tensors().values())
+def expert_bytes(info: ModelInfo, num_experts: int, device: str) -> int:
+    """Of one layer's experts with their biases and scales, and on the CPU the zeros behind their rows."""
+    tensors = allocate(info, num_experts, torch.device("meta")).tensors()
+    zeros = [
+        each.numel() // each.shape[-1] * (rows.padded(each.shape[-1], each.dtype, device) - each.shape[-1])
+        for name, each in tensors.items()
+        if name in ("w13_eNK", "w2_eKN")
+    ]
+    return _bytes(tensors.values()) + sum(zeros) * info.dtype.itemsize
 
 
-def dense_bytes(info: ModelInfo) -> int:
+def dense_bytes(info: ModelInfo, device: str) -> int:
     """Of one layer's gate and shared experts."""
-    gate_item = 4 if info.gate.logits_float32 else info.dtype.itemsize
-    gate = info.num_experts * (info.hidden * gate_item + 4)
-    return gate + 3 * info.shared_intermediate * info.hidden * info.dtype.itemsize
+    hidden, inner = (rows.padded(size, info.dtype, device) for size in (info.hidden, info.shared_intermediate))
+    gate_row = info.hidden * 4 if info.gate.logits_float32 else hidden * info.dtype.itemsize
+    shared = 2 * info.shared_intermediate * hidden + info.hidden * inner
+    return info.num_experts * (gate_row + 4) + shared * info.dtype.itemsize
 
 
 def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -> tuple[RankMemory, ...]:
     engine, shape = config.engine, plan.spec.shape
-    layers, rows = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
+    layers, most = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
     row = shape.hidden * shape.dtype.itemsize
-    dense = dense_bytes(info) * layers
+    dense = dense_bytes(info, plan.spec.device) * layers
     sliced = replace(info, intermediate=shape.intermediate)
 
     @functools.cache
@@ -145,12 +153,12 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         shared, buffers = asked.pop("workspaces"), sum(asked.values())
         # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
         standard = backend_choice.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
-        received = rows if standard else rows * count
+        received = most if standard else most * count
         in_flight = 2 * engine.max_tokens_per_rank * row + (0 if buffers else 2 * received * row)
         return RankMemory(
             rank=rank,
             experts=count,
-            weights=expert_bytes(sliced, count) * layers,
+            weights=expert_bytes(sliced, count, plan.spec.device) * layers,
             dense=dense,
             workspaces=shared,
             buffers=buffers,

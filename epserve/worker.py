@@ -139,7 +139,7 @@ class Worker:
     def weights_bytes(self) -> int:
         """Of the experts, once each; gates and shared experts are small beside them."""
         tensors = (tensor for layer in self._layers.values() for tensor in layer.experts.tensors().values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(max(tensor.nbytes, _reach(tensor)) for tensor in tensors)
 
     def warm_up(self) -> None:
         """Collective. Builds the kernel, lets it compile and reserve, then runs one small step a layer."""
@@ -277,7 +277,7 @@ class Worker:
             )
         for layer in layers:
             wanted = arrangement.placements[layer].experts_of(rank)
-            read = self._with_gate(source.load_layer(layer, wanted, self.ranks.device))
+            read = self._with_dense(source.load_layer(layer, wanted, self.ranks.device))
             placement = arrangement.placements[layer]
             self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read, prepared=False)
 
@@ -293,7 +293,7 @@ class Worker:
         wanted = placement.experts_of(self.ranks.rank)
         read = (source or self).load_layer(layer, wanted, self.ranks.device)
         ready = self.kernels.prepare_weights(read.experts)
-        read = replace(self._with_gate(read), experts=ready)
+        read = replace(self._with_dense(read), experts=ready)
         self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read)
         return True
 
@@ -324,12 +324,13 @@ class Worker:
         return source if slices == 1 else SlicedLayers(source, self.info.quant, self.ranks.rank % slices, slices)
 
     def _take(self, layer: int, experts: tuple[int, ...]) -> None:
-        self._layers[layer] = self._with_gate(self.load_layer(layer, experts, self.ranks.device))
+        self._layers[layer] = self._with_dense(self.load_layer(layer, experts, self.ranks.device))
         self._experts[layer] = experts
         self._unprepared.add(layer)
 
-    def _with_gate(self, read: LayerWeights) -> LayerWeights:
-        return replace(read, gate=fitted(read.gate, self.info.gate, self.info.dtype))
+    def _with_dense(self, read: LayerWeights) -> LayerWeights:
+        gate = fitted(read.gate, self.info.gate, self.info.dtype)
+        return replace(read, gate=gate, shared=None if read.shared is None else read.shared.fitted())
 
     def close(self) -> None:
         """Collective. Frees buffers; the process group belongs to whoever made it."""
@@ -410,3 +411,8 @@ class Worker:
     def _free_bytes(self) -> int:
         """Of the device, this rank's share of it."""
         return free_bytes(self.ranks.device) // self.ranks.sharers
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its start to its end, zeros behind its rows included."""
+    return tensor.shape[0] * tensor.stride(0) * tensor.element_size() if tensor.ndim else 0

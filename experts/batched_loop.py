@@ -11,6 +11,7 @@ from epserve.modular_kernel import (
     WorkspaceShapes,
 )
 
+from . import rows
 from .loop import expert_mlp
 
 
@@ -23,6 +24,9 @@ class BatchedLoopExperts(FusedMoEExpertsModular):
         activations=frozenset(Activation.KINDS + Activation.RARE),
         output_norm=True,
     )
+
+    def prepare_weights(self, weights):
+        return rows.experts_with_zeros(weights)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         shape, dtype = self.spec.shape, self.spec.shape.dtype

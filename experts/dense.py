@@ -11,10 +11,10 @@ import functools
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 
 from epserve.modular_kernel.types import Activation
 
+from . import rows
 from .activation import activate
 from .tile_memory import SPARE, Gpu
 
@@ -79,10 +79,10 @@ def activate_rows(h: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def first_half(x_MK: torch.Tensor, w13_SK: torch.Tensor, inner: int) -> torch.Tensor:
-    return linear(x_MK, w13_SK) if suits(x_MK, inner) else F.linear(x_MK, w13_SK)
+    return linear(x_MK, w13_SK) if suits(x_MK, inner) else rows.linear(x_MK, w13_SK)
 
 
 def second_half(h: torch.Tensor, w2_KS: torch.Tensor, activation: Activation) -> torch.Tensor:
     inner = w2_KS.shape[1]
     a = activate_rows(h, activation) if suits(h, inner) else activate(h, activation)
-    return linear(a, w2_KS) if suits(a, inner) else F.linear(a, w2_KS)
+    return linear(a, w2_KS) if suits(a, inner) else rows.linear(a, w2_KS)

@@ -19,6 +19,7 @@ from epserve.modular_kernel import (
     WorkspaceShapes,
 )
 
+from . import rows
 from .activation import activate, normalise_output
 
 
@@ -37,6 +38,9 @@ class GroupedMMExperts(FusedMoEExpertsModular):
         hidden_multiple_of=8,
         intermediate_multiple_of=8,
     )
+
+    def prepare_weights(self, weights):
+        return rows.experts_with_zeros(weights)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         shape, dtype = self.spec.shape, self.spec.shape.dtype
@@ -62,10 +66,12 @@ class GroupedMMExperts(FusedMoEExpertsModular):
 def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
     bounds = torch.arange(1, weights.num_experts + 1, device=x_SK.device)
     ends_e = torch.searchsorted(expert_S, bounds).int()
-    h = F.grouped_mm(x_SK, weights.w13_eNK.transpose(1, 2), offs=ends_e)
+    w13_eNK, w2_eKN = rows.whole(weights.w13_eNK), rows.whole(weights.w2_eKN)
+    h = F.grouped_mm(rows.fitted(x_SK, w13_eNK), w13_eNK.transpose(1, 2), offs=ends_e)
     if weights.b13 is not None:
         h = h + weights.b13[expert_S]
-    y_SK = F.grouped_mm(activate(h, weights.activation), weights.w2_eKN.transpose(1, 2), offs=ends_e)
+    a = rows.fitted(activate(h, weights.activation), w2_eKN)
+    y_SK = F.grouped_mm(a, w2_eKN.transpose(1, 2), offs=ends_e)
     return normalise_output(y_SK if weights.b2 is None else y_SK + weights.b2[expert_S], weights.activation)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from epserve.modular_kernel import (
     Activation,
@@ -15,6 +14,7 @@ from epserve.modular_kernel import (
     WorkspaceShapes,
 )
 
+from . import rows
 from .activation import activate, normalise_output
 
 
@@ -22,8 +22,8 @@ def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch
     """One expert on its rows: `(m, K)` -> `(m, K)`."""
     b13 = None if weights.b13 is None else weights.b13[expert]
     b2 = None if weights.b2 is None else weights.b2[expert]
-    h = activate(F.linear(x_mK, weights.w13_eNK[expert], b13), weights.activation)
-    return normalise_output(F.linear(h, weights.w2_eKN[expert], b2), weights.activation)
+    h = activate(rows.linear(x_mK, weights.w13_eNK[expert], b13), weights.activation)
+    return normalise_output(rows.linear(h, weights.w2_eKN[expert], b2), weights.activation)
 
 
 class LoopExperts(FusedMoEExpertsModular):
@@ -36,6 +36,9 @@ class LoopExperts(FusedMoEExpertsModular):
         output_norm=True,
     )
 
+    def prepare_weights(self, weights):
+        return rows.experts_with_zeros(weights)
+
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
         shape, dtype = self.spec.shape, self.spec.shape.dtype
         output = (num_rows, top_k, shape.hidden)
@@ -46,8 +49,9 @@ class LoopExperts(FusedMoEExpertsModular):
 
     def apply(self, output, prepared, *, weights, workspace):
         ids_Mt = prepared.routing.ids_Mt
+        x_MK = rows.fitted(prepared.x, rows.whole(weights.w13_eNK))
         for expert in range(weights.num_experts):
             token, slot = (ids_Mt == expert).nonzero(as_tuple=True)
             if token.numel():
-                output[token, slot] = expert_mlp(prepared.x[token], weights, expert)
+                output[token, slot] = expert_mlp(x_MK[token], weights, expert)
         return output

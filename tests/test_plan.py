@@ -23,27 +23,28 @@ from epserve.service import running
 
 MIB = 1 << 20
 RANK = """
-import json, sys, torch
+import gc, json, sys, torch
 import torch.distributed as dist
 from datetime import timedelta
 from epserve.config import parse_config
 from epserve.modular_kernel import RankContext
 from epserve.worker import Worker
 
-def anonymous():  # what this process wrote: no code, no page cache of the checkpoint
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+def held():  # by tensors: what a process holds beside them depends on the machine and its libraries
+    gc.collect()
+    stores = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+              for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    return sum(stores.values())
 
 torch.set_num_threads(1)
 config, rank, store = parse_config(json.loads(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 worker = Worker(config, RankContext(rank=rank, world_size=2, group=dist.group.WORLD))
-torch.ones(300, 300) @ torch.ones(300, 300)  # the libraries' own first-use memory
-before = anonymous()
-report = worker.load()
+before = held()
+worker.load()
 worker.warm_up()
-worker.kernels.workspaces.poison()  # reserved memory is not resident until it is written
-sizes = {"weights": report.weights_bytes, "workspaces": worker.kernels.workspaces.nbytes}
-print(json.dumps({"measured": anonymous() - before, **sizes}))
+sizes = {"weights": worker.weights_bytes, "workspaces": worker.kernels.workspaces.nbytes}
+print(json.dumps({"measured": held() - before, **sizes}))
 worker.close()
 dist.destroy_process_group()
 """
@@ -179,9 +180,13 @@ def test_a_containers_limits_count(tmp_path, monkeypatch, groups, files, memory,
     assert machine.most_threads() == (threads or machine.NO_LIMIT)
 
 
-def test_two_running_ranks_hold_what_was_planned(tmp_path):
+@pytest.mark.parametrize(("dtype", "hidden", "intermediate"), [
+    pytest.param(torch.float32, 1024, 512, id="float32"),
+    pytest.param(torch.bfloat16, 1000, 528, id="rows with zeros behind them"),
+])  # fmt: skip
+def test_two_running_ranks_hold_what_was_planned(tmp_path, dtype, hidden, intermediate):
     path = tmp_path / "mixtral"
-    write_demo_checkpoint("mixtral", path, dtype=torch.float32, hidden=1024, intermediate=512, num_experts=24, top_k=2,
+    write_demo_checkpoint("mixtral", path, dtype=dtype, hidden=hidden, intermediate=intermediate, num_experts=24, top_k=2,
                           num_layers=1, seed=1)  # fmt: skip
     data = config(path, ranks=2, max_tokens_per_rank=2048)
     planned = plan_memory(parse_config(data)).ranks
@@ -196,4 +201,4 @@ def test_two_running_ranks_hold_what_was_planned(tmp_path):
         found = json.loads(output.splitlines()[-1])
         assert (rank.weights, rank.workspaces) == (found["weights"], found["workspaces"])
         stated = rank.weights + rank.dense + rank.workspaces
-        assert abs(found["measured"] - stated) <= 0.05 * stated, (found["measured"], stated)
+        assert abs(found["measured"] - stated) <= 0.01 * stated, (found["measured"], stated)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from epserve.modular_kernel import Activation, ExpertWeights, GateWeights
-from experts import dense
+from experts import dense, rows
 
 from .tensors import TensorInfo
 
@@ -40,9 +39,14 @@ class SharedExperts:
 
         def finish() -> torch.Tensor:
             y_MK = dense.second_half(h, self.w2_KS, self.activation)
-            return y_MK if self.gate_1K is None else torch.sigmoid(F.linear(x_MK, self.gate_1K)) * y_MK
+            return y_MK if self.gate_1K is None else torch.sigmoid(rows.linear(x_MK, self.gate_1K)) * y_MK
 
         return finish
+
+    def fitted(self) -> SharedExperts:
+        """As the device likes them: on the CPU with zeros behind the rows."""
+        gate = self.gate_1K if self.gate_1K is None else rows.with_zeros(self.gate_1K)
+        return replace(self, w13_SK=rows.with_zeros(self.w13_SK), w2_KS=rows.with_zeros(self.w2_KS), gate_1K=gate)
 
     def warm_up(self) -> None:
         """Compile what a large batch would otherwise compile first."""

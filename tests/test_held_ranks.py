@@ -72,6 +72,6 @@ async def test_nobody_is_said_to_have_waited_who_has_not(seconds, why):
         ended.append(why)
 
     config = SimpleNamespace(scheduler=SimpleNamespace(heartbeat_s=0.1))
-    supervisor = SimpleNamespace(_pool=SimpleNamespace(config=config), _end=end)
+    supervisor = SimpleNamespace(_ranks=SimpleNamespace(config=config), _end=end)
     await Supervisor._end_if_silent(supervisor, SimpleNamespace(ping=ping))
     assert ended == [why]

@@ -11,13 +11,11 @@ in the queue meanwhile.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from ray.exceptions import RayError
@@ -33,9 +31,8 @@ from .failure import root_cause
 from .holders import find_holders
 from .members import Member, as_error, call_all
 from .one_at_a_time import OneAtATime
-
-if TYPE_CHECKING:
-    from .pool import Pool
+from .ranks import Ranks
+from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +69,10 @@ class Resize:
 
 
 class Changes:
-    """Of one pool."""
+    """Moves experts between the ranks of one pool, and makes them more or fewer."""
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
-        self._versions = itertools.count(1)
+    def __init__(self, ranks: Ranks, supervisor: Supervisor):
+        self._ranks, self._supervisor = ranks, supervisor
         self._one = OneAtATime()
         self._full: Arrangement | None = None  # what to grow back to
         self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each expert when its placement began
@@ -87,20 +83,17 @@ class Changes:
         """Why the service does not grow back."""
 
     def start(self) -> None:
-        if self._pool.config.engine.rebalance_every_s:
-            self._one.background(self._timer(self._pool.config.engine.rebalance_every_s))
+        if self._ranks.config.engine.rebalance_every_s:
+            self._one.background(self._timer(self._ranks.config.engine.rebalance_every_s))
 
     def close(self) -> list[asyncio.Task]:
         return list(self._one.tasks)
-
-    def next_version(self) -> int:
-        return next(self._versions)
 
     # Moving experts.
 
     def loads(self, layer: int) -> list[float]:
         """Tokens of each logical expert since the layer's present placement began."""
-        counts_E = self._pool.load.of_layer(layer)
+        counts_E = self._ranks.load.of_layer(layer)
         since_E = self._counted.get(layer)
         return (counts_E if since_E is None else counts_E - since_E).tolist()
 
@@ -110,12 +103,12 @@ class Changes:
         loads: tokens of each logical expert by layer, instead of what was counted. Raises NotReady while something else
         changes, RankFailed when a rank is lost meanwhile: layers that are done stay moved, the others as they were.
         """
-        if self._pool.missing:
+        if self._ranks.missing:
             raise NotReady("a lost rank is being replaced, its experts are on no rank; ask again when it is back")
         return await self._one.alone(self._rebalance(above, loads or {}), "rebalance")
 
     async def _rebalance(self, above: float, given: dict[int, Sequence[float]]) -> Rebalance:
-        pool, start = self._pool, time.monotonic()
+        pool, start = self._ranks, time.monotonic()
         await asyncio.gather(*(member.read_load(pool.load) for member in pool.members))
         done: list[int] = []
         skipped: list[int] = []
@@ -125,7 +118,9 @@ class Changes:
             loads = list(given.get(layer) or self.loads(layer))
             if not any(loads):
                 continue
-            better = Placement.spread(placement.num_logical, placement.layout, loads=loads, version=self.next_version())
+            better = Placement.spread(
+                placement.num_logical, placement.layout, loads=loads, version=self._ranks.next_version()
+            )
             was, will_be = placement.imbalance(loads), better.imbalance(loads)
             before.append(was)
             if was <= above or (will_be >= was and layer not in given):
@@ -150,7 +145,7 @@ class Changes:
 
     async def _move(self, layer: int, placement: Placement) -> bool:
         """False: some rank has no memory for it, nothing has changed."""
-        pool = self._pool
+        pool = self._ranks
         await self._steady()
         generation, members = pool.generation, list(pool.members)
         limit = pool.config.cluster.start_timeout_s
@@ -178,15 +173,15 @@ class Changes:
         return True
 
     async def _unstage(self, layer: int) -> None:
-        members, limit = list(self._pool.members), self._pool.config.cluster.start_timeout_s
+        members, limit = list(self._ranks.members), self._ranks.config.cluster.start_timeout_s
         await asyncio.gather(*(member.call("unstage", layer, timeout=limit, background=True) for member in members))
 
     async def _timer(self, pause: float) -> None:
         while True:
             await asyncio.sleep(pause)
-            if self._pool.serving.is_set() and not self._one.busy:
+            if self._ranks.serving.is_set() and not self._one.busy:
                 try:
-                    await self.rebalance(above=self._pool.config.engine.rebalance_above)
+                    await self.rebalance(above=self._ranks.config.engine.rebalance_above)
                 except (EpserveError, RayError) as error:
                     log.warning("rebalance: %s", error)
 
@@ -200,7 +195,7 @@ class Changes:
         return await self._one.alone(self._scale(ranks), f"scale to {ranks} ranks")
 
     async def _scale(self, ranks: int) -> Resize:
-        pool = self._pool
+        pool = self._ranks
         await self._steady()
         if ranks == pool.num_ranks and self._full is None and not pool.missing:
             log.info("scale: there are %d ranks already", ranks)
@@ -219,7 +214,7 @@ class Changes:
 
     def _for(self, ranks: int) -> Arrangement:
         """Slots as even as it gets, experts by their load."""
-        pool = self._pool
+        pool = self._ranks
         present = pool.arrangement
         info_experts = next(iter(present.placements.values())).num_logical
         if not 1 <= ranks <= 1024:
@@ -233,7 +228,7 @@ class Changes:
         rank_plan.check_layout(config, pool.plan, layout)  # Incompatible before anything is started
         if ranks > pool.num_ranks and config.cluster.address == "local":
             check_machine(config, pool.info, rank_plan.plan_ranks(config, pool.info, device=pool.device))
-        version = self.next_version()
+        version = self._ranks.next_version()
         placements = {
             layer: Placement.spread(
                 info_experts, layout, loads=loads if slots > info_experts and any(loads := self.loads(layer)) else (),
@@ -245,7 +240,7 @@ class Changes:
 
     async def _become(self, arrangement: Arrangement) -> float:
         """Start what is missing beside the ranks that serve, then regroup; the seconds of the pause."""
-        pool = self._pool
+        pool = self._ranks
         wanted, present = arrangement.config.engine.ranks, list(pool.members)
         new = []
         if wanted > len(present):
@@ -278,7 +273,7 @@ class Changes:
         pool.members, pool.arrangement = [*present[:wanted], *new], arrangement
         self._counted.clear()
         change = f"{len(present)} -> {wanted} ranks"
-        pool.supervisor.rebuild(change, back=back)
+        self._supervisor.rebuild(change, back=back)
         await self._steady()
         if failures:
             (error,) = failures
@@ -293,10 +288,10 @@ class Changes:
         """Before the pause: all that stay can get what they will lack, from the checkpoint or, where it is not the same any
         more, from each other. Raises CheckpointError, NotReady.
         """
-        limit = self._pool.config.cluster.start_timeout_s
+        limit = self._ranks.config.cluster.start_timeout_s
         beyond = await call_all(staying, "out_of_reach", arrangement, timeout=limit, background=True)
         if layers := sorted({layer for each in beyond for layer in each}):
-            holders = await find_holders(self._pool.members, (), self._pool.arrangement, layers)
+            holders = await find_holders(self._ranks.members, (), self._ranks.arrangement, layers)
             outcomes = await asyncio.gather(
                 *(
                     member.call("secure", arrangement, each, holders, timeout=limit, background=True)
@@ -307,14 +302,14 @@ class Changes:
                 raise as_error(root_cause(failures))
 
     async def _unsecure(self, staying: Sequence[Member], arrangement: Arrangement) -> None:
-        limit = self._pool.config.cluster.start_timeout_s
+        limit = self._ranks.config.cluster.start_timeout_s
         alive = [member for member in staying if member.alive]
         for layer in arrangement.placements:
             await asyncio.gather(*(each.call("unstage", layer, timeout=limit, background=True) for each in alive))
 
     def lose(self, ranks: Collection[int]) -> None:
         """`ranks` are gone and copies bridge it; `grow_back` comes when the rest serves. Newcomers get the last numbers."""
-        full = self._full or self._pool.arrangement
+        full = self._full or self._ranks.arrangement
         order = sorted(range(full.config.engine.ranks), key=lambda rank: rank in ranks)
         placements = {layer: each.reordered(order) for layer, each in full.placements.items()}
         first = next(iter(placements.values()))
@@ -334,7 +329,7 @@ class Changes:
                     await self._steady()
                     if (full := self._full) is None:
                         return
-                    version = self.next_version()
+                    version = self._ranks.next_version()
                     placements = {layer: each.with_version(version) for layer, each in full.placements.items()}
                     await self._become(Arrangement(config=full.config, placements=placements))
                 except (EpserveError, RayError, OSError) as error:
@@ -344,17 +339,17 @@ class Changes:
                         pause = GROW_RETRY_LATER_S
                 else:
                     self.trouble = ""
-                    if self._pool.num_ranks == full.config.engine.ranks:
+                    if self._ranks.num_ranks == full.config.engine.ranks:
                         self._full = None
                     continue
             await asyncio.sleep(pause)
 
     async def _steady(self) -> None:
         """Waits for a recovery to end. Raises NotReady where it will not."""
-        while not self._pool.serving.is_set():
-            if self._pool.closing:
+        while not self._ranks.serving.is_set():
+            if self._ranks.closing:
                 raise NotReady("the service is stopping")
-            if stuck := self._pool.supervisor.stuck:
+            if stuck := self._supervisor.stuck:
                 raise NotReady(stuck)
-            await self._pool.supervisor.settled(POLL_S)
+            await self._supervisor.settled(POLL_S)
             await asyncio.sleep(0.01)

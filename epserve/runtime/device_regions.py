@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from .failure import RankLost
 
 if TYPE_CHECKING:
     from .members import Member
-    from .pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ class DeviceRegion:
 
 
 class DeviceRegions:
-    """Of one pool; of its event loop."""
+    """Regions of one pool, in its event loop. members: its present ranks. serving: set while they serve."""
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
+    def __init__(self, members: Callable[[], Sequence[Member]], serving: asyncio.Event):
+        self._members, self._serving = members, serving
         self._regions: dict[int, DeviceRegion] = {}
         self._numbers = itertools.count(1)
 
@@ -65,7 +64,7 @@ class DeviceRegions:
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await self._pool.serving.wait()
+                await self._serving.wait()
         except TimeoutError:
             raise NotReady("the ranks are being rebuilt; register the region again later") from None
         members = self._candidates(gpu_uuid, device_id)
@@ -100,14 +99,14 @@ class DeviceRegions:
         if region.lost:
             text = f"region: it cannot be opened again after a rank was replaced ({region.lost}); register it again"
             raise InvalidRequest(text, field="region")
-        if region.member is None or region.member not in self._pool.members:
+        if region.member is None or region.member not in self._members():
             raise NotReady(f"region: no rank computes on GPU {region.gpu_uuid} now; send the request again later")
-        return self._pool.members.index(region.member)
+        return self._members().index(region.member)
 
     async def reopen(self) -> None:
         """After ranks have changed: what new ones of the same GPUs must open. Raises RankLost."""
         for region in list(self._regions.values()):
-            if region.lost or (region.member in self._pool.members and region.member is not None):
+            if region.lost or (region.member in self._members() and region.member is not None):
                 continue
             region.member = None
             for member in self._candidates(region.gpu_uuid, None):
@@ -138,7 +137,7 @@ class DeviceRegions:
     def _candidates(self, gpu_uuid: str, device_id: int | None) -> Sequence[Member]:
         wanted = gpu_uuid.lower().removeprefix("gpu-")
         found = []
-        for member in self._pool.members:
+        for member in self._members():
             facts = member.facts
             if facts is None or not facts.gpu_uuid or member.link is None or not member.link.local or not member.alive:
                 continue

@@ -233,6 +233,11 @@ class Agents:
         self._agents.clear()
 
 
+def who(members: Sequence[Member]) -> str:
+    """Ranks, where they are, and what they were last seen at."""
+    return "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in members)
+
+
 def last_seen(member: Member) -> str:
     """At what, as its last ping told; empty before the first."""
     return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,55 +15,51 @@ from epserve.step import StepPlan
 
 from .device_memory import as_json
 from .failure import Failure, RankLost, root_cause
-from .members import Member, last_seen
-from .supervisor import SETTLE_S
-
-if TYPE_CHECKING:
-    from .pool import Pool
+from .members import Member, who
+from .ranks import Ranks
+from .supervisor import SETTLE_S, Supervisor
 
 log = logging.getLogger(__name__)
 
 
 class PoolSteps:
-    """`tokens_done`: by rank; `tokens_total`: of all ranks there ever were."""
+    """`tokens_done`: by rank."""
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
+    def __init__(self, ranks: Ranks, supervisor: Supervisor):
+        self._ranks, self._supervisor = ranks, supervisor
         self.tokens_done: dict[int, int] = {}
-        self.tokens_total = 0
         self._phases: dict[int, tuple[dict[str, float], ...]] = {}
-        self._running: dict[int, asyncio.Future] = {}
 
     async def run(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.
 
         Raises RankFailed; recovery is then under way and the same step may be run again after it.
         """
-        pool = self._pool
-        if not pool.serving.is_set():
+        ranks = self._ranks
+        if not ranks.serving.is_set():
             raise RankFailed("the ranks are being rebuilt")
-        shape = pool.plan.spec.shape
+        shape = ranks.plan.spec.shape
         on_devices = plan.device_rows or ((),) * len(plan.tokens_per_rank)
         # Rows of each rank whose result comes here; the others go to where their requests want them on the rank's GPU.
         coming = [
             sum(part.rows for part in parts if part.target is None) if parts else count
             for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
         ]
-        out_MK = pool.empty((sum(coming), shape.hidden), shape.dtype)
+        out_MK = ranks.empty((sum(coming), shape.hidden), shape.dtype)
         header = {
             "step": plan.step,
-            "generation": pool.generation,
+            "generation": ranks.generation,
             "layer": plan.layer,
             "mode": plan.mode,
             "tokens_per_rank": plan.tokens_per_rank,
-            "placement": pool.arrangement.placements[plan.layer].version,
+            "placement": ranks.arrangement.placements[plan.layer].version,
         }
-        missing = pool.arrangement.placements[plan.layer].missing
+        missing = ranks.arrangement.placements[plan.layer].missing
         shares = plan.shares if missing else ()
         futures: list[asyncio.Future[dict[str, Any]]] = []
         first = 0
         # No await between the submissions: every rank sees the steps in one order.
-        members = list(pool.members)
+        members = list(ranks.members)
         for member, shard, parts, count in zip(members, shards, on_devices, coming, strict=True):
             assert member.link is not None
             more: dict[str, Any] = {"device": as_json(parts)} if parts else {}
@@ -71,13 +67,13 @@ class PoolSteps:
                 more["parts"] = [rows for _, rows in shares[len(futures)]]
             futures.append(member.link.submit({**header, **more}, shard, out_MK[first : first + count]))
             first += count
-        running = self._running[plan.step] = asyncio.get_running_loop().create_future()
+        running = self._ranks.running[plan.step] = asyncio.get_running_loop().create_future()
         try:
             await self._finish(plan, futures, members)
         finally:
-            del self._running[plan.step]
+            del self._ranks.running[plan.step]
             running.set_result(None)
-        self.tokens_total += sum(plan.tokens_per_rank)
+        ranks.tokens_total += sum(plan.tokens_per_rank)
         for member, count in zip(members, plan.tokens_per_rank, strict=True):
             self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
         self._phases[plan.step] = tuple(future.result().get("phases", {}) for future in futures)
@@ -96,9 +92,9 @@ class PoolSteps:
     async def _finish(
         self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]
     ) -> None:
-        pool = self._pool
+        ranks = self._ranks
         # Steps in front of this one on the ranks count against its time too.
-        limit = pool.config.scheduler.step_timeout_s * len(self._running)
+        limit = ranks.config.scheduler.step_timeout_s * len(self._ranks.running)
         _, waiting = await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         failures = _failures(futures)
         if not failures and not waiting:
@@ -106,10 +102,10 @@ class PoolSteps:
         if not failures:
             late = [members[rank] for rank, future in enumerate(futures) if future in waiting]
             text = f"step {plan.step} of layer {plan.layer}: no answer within {limit:g} s from {who(late)}"
-            pool.supervisor.fail(text)
+            self._supervisor.fail(text)
             _ignore(waiting)
             raise RankFailed(text)
-        pool.supervisor.fail(_describe(root_cause(failures), members))
+        self._supervisor.fail(_describe(root_cause(failures), members))
         if waiting:  # peers report within milliseconds; the first report is not always the cause
             _, waiting = await asyncio.wait(futures, timeout=SETTLE_S)
             failures = _failures(futures)
@@ -117,25 +113,15 @@ class PoolSteps:
         # Who is put down because it cannot leave the step is not the cause of it.
         failures = [replace(each, consequence=each.consequence or members[each.rank].put_down) for each in failures]
         cause = root_cause(failures)
-        pool.supervisor.blame(members[cause.rank], cause)
-        text = pool.supervisor.cause = _describe(cause, members)
+        self._supervisor.blame(members[cause.rank], cause)
+        text = self._supervisor.cause = _describe(cause, members)
         log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
         raise RankFailed(text)
-
-    async def ended(self) -> None:
-        """Waits for the steps that run now, however they end."""
-        if self._running:
-            await asyncio.wait(list(self._running.values()))
 
 
 def _describe(failure: Failure, members: Sequence[Member]) -> str:
     """Rank, step and phase, what happened, and where."""
     return f"{failure.describe()} [{members[failure.rank].where}]"
-
-
-def who(members: Sequence[Member]) -> str:
-    """Ranks, where they are, and what they were last seen at."""
-    return "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in members)
 
 
 def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:

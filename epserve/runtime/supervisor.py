@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 
@@ -17,10 +16,8 @@ from epserve.errors import EpserveError, OperatorError
 from epserve.step import Arrangement
 
 from .failure import Failure, RankLost
-from .members import Member, last_seen
-
-if TYPE_CHECKING:
-    from .pool import Pool
+from .members import Member, last_seen, who
+from .ranks import Marks, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -60,26 +57,11 @@ class Recovery:
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
-class Marks:
-    """Seconds between the stages of one attempt."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def add(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage], self._last = now - self._last, now
-
-    def __str__(self) -> str:
-        return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
-
-
 class Supervisor:
-    """Of one pool."""
+    """Watches the ranks of one pool and rebuilds their group."""
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self.cause = ""
         self.recoveries: list[Recovery] = []
         self.experts_missing = False
@@ -87,6 +69,10 @@ class Supervisor:
         """Why the service will not come back before somebody has done something; empty: it will, as far as is known."""
         self.on_missing: Callable[[], None] = lambda: None
         """Called when a recovery has to wait for a process to start, and when it is stuck."""
+        self.on_fewer: Callable[[Collection[int]], None] = lambda ranks: None
+        """Called with the ranks that are lost where the others go on without them."""
+        self.on_rebuilt: Callable[[], None] = lambda: None
+        """Called when the ranks serve again."""
         self._silent: set[Member] = set()
         self._unreachable: set[str] = set()  # addresses of nodes on which nothing could be ended
         self._spoilt: set[Member] = set()
@@ -104,17 +90,28 @@ class Supervisor:
     def close(self) -> list[asyncio.Task]:
         return [task for task in (self._heart, self._rebuilding) if task is not None]
 
+    def set_serving(self) -> None:
+        """The group is there: serve. A rank that died since it joined is told here, since its report came unheard."""
+        ranks = self._ranks
+        if ranks.closing:
+            return
+        if lost := [member for member in ranks.members if not member.alive]:
+            self.fail(f"processes are gone: {who(lost)}")
+            return
+        ranks.serving.set()
+        ranks.on_state("serving")
+
     def fail(self, cause: str, *, silent: Collection[Member] = ()) -> None:
         """Something is wrong with a rank: stop serving, rebuild. Safe to call again while that goes on."""
-        pool = self._pool
-        if pool.closing or self.rebuilding or not pool.started:
+        ranks = self._ranks
+        if ranks.closing or self.rebuilding or not ranks.started:
             return
         log.warning("recovering: %s", cause)
         self._silent = set(silent)
         self.rebuild(cause)
 
     def lost(self, member: Member) -> None:
-        if member in self._pool.members:
+        if member in self._ranks.members:
             self.fail(f"rank {member.rank}: its process is gone [{member.where}]")
 
     @property
@@ -128,8 +125,8 @@ class Supervisor:
         """
         assert not self.rebuilding
         self.cause = cause
-        self._pool.serving.clear()
-        self._pool.on_state("resizing" if back is not None else "recovering")
+        self._ranks.serving.clear()
+        self._ranks.on_state("resizing" if back is not None else "recovering")
         self._rebuilding = asyncio.ensure_future(self._rebuild(back))
         return self._rebuilding
 
@@ -146,17 +143,17 @@ class Supervisor:
         """
         if failure.consequence:
             return
-        now, (who, when) = time.monotonic(), self._blamed
+        now, (blamed, when) = time.monotonic(), self._blamed
         self._blamed = member, now
-        if failure.spoilt or (who is member and now - when < BLAME_S):
+        if failure.spoilt or (blamed is member and now - when < BLAME_S):
             self._spoilt.add(member)
 
     async def _watch(self) -> None:
         """Looks after all processes as long as the pool lives: whatever one look meets, the next one comes."""
-        pause = self._pool.config.scheduler.heartbeat_s / BEATS_PER_HEARTBEAT
+        pause = self._ranks.config.scheduler.heartbeat_s / BEATS_PER_HEARTBEAT
         while True:
             await asyncio.sleep(pause)
-            if self._pool.serving.is_set():
+            if self._ranks.serving.is_set():
                 try:
                     await self._look(pause)
                 except Exception:
@@ -164,29 +161,28 @@ class Supervisor:
 
     async def _look(self, pause: float) -> None:
         """Asks all processes and their step threads. A silent one counts as hung, whether a step runs or not."""
-        pool, heartbeat = self._pool, self._pool.config.scheduler.heartbeat_s
-        limit, members, asked = heartbeat - pause, list(pool.members), time.monotonic()
+        ranks, heartbeat = self._ranks, self._ranks.config.scheduler.heartbeat_s
+        limit, members, asked = heartbeat - pause, list(ranks.members), time.monotonic()
         answers = await asyncio.gather(*(_lives(member, limit) for member in members))
         silent = [member for member, answered in zip(members, answers, strict=True) if not answered]
         if silent and time.monotonic() - asked > limit + pause:
             log.warning("this process itself had no time for %.1f s: nobody is judged", time.monotonic() - asked)
             return
-        if silent and pool.serving.is_set() and all(member in pool.members for member in silent):
-            where = "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in silent)
-            self.fail(f"no sign of life for {heartbeat:g} s: {where}", silent=silent)
+        if silent and ranks.serving.is_set() and all(member in ranks.members for member in silent):
+            self.fail(f"no sign of life for {heartbeat:g} s: {who(silent)}", silent=silent)
             return
-        await pool.spares.check(PING_TIMEOUT_S)
-        await pool.standbys.check(PING_TIMEOUT_S)
-        if pool.tokens_total != self._counted and time.monotonic() >= self._next_count:
-            self._counted, self._next_count = pool.tokens_total, time.monotonic() + LOAD_S
-            await asyncio.gather(*(member.read_load(pool.load) for member in members))
+        await ranks.spares.check(PING_TIMEOUT_S)
+        await ranks.standbys.check(PING_TIMEOUT_S)
+        if ranks.tokens_total != self._counted and time.monotonic() >= self._next_count:
+            self._counted, self._next_count = ranks.tokens_total, time.monotonic() + LOAD_S
+            await asyncio.gather(*(member.read_load(ranks.load) for member in members))
 
     async def _rebuild(self, back: Callable[[Exception], None] | None) -> None:
-        pool, start = self._pool, time.monotonic()
+        ranks, start = self._ranks, time.monotonic()
         replaced: set[int] = set()
         by, planned = "regroup", back is not None
         if planned:
-            await pool.steps_done()
+            await ranks.steps_done()
         for attempt in range(1_000_000):
             last = STUCK_RETRY_S if self.stuck else RETRY_S[-1]
             await asyncio.sleep(RETRY_S[attempt] if attempt < len(RETRY_S) else last)
@@ -197,15 +193,15 @@ class Supervisor:
                 if dead:
                     replaced.update(member.rank for member in dead)
                     by = self._replace(dead)
-                new = [member for member in pool.members if member.report is None]
-                await pool.prepare(new, pool.arrangement)
+                new = [member for member in ranks.members if member.report is None]
+                await ranks.prepare(new, ranks.arrangement)
                 marks.add("weights")
-                await pool.unite(marks)
+                await ranks.unite(marks)
                 break
             except (EpserveError, RayError, OSError) as error:
                 log.warning("attempt %d to rebuild failed: %s", attempt + 1, error)
-                if isinstance(error, RankLost) and 0 <= error.failure.rank < len(pool.members):
-                    self.blame(pool.members[error.failure.rank], error.failure)
+                if isinstance(error, RankLost) and 0 <= error.failure.rank < len(ranks.members):
+                    self.blame(ranks.members[error.failure.rank], error.failure)
                 if back is not None and (isinstance(error, OperatorError) or attempt + 1 >= PLANNED_ATTEMPTS):
                     log.warning("%s failed; back to what there was", self.cause)
                     back(error)
@@ -223,75 +219,75 @@ class Supervisor:
         self._rebuilding = None
         self.experts_missing = False
         self.stuck = ""
-        pool.set_serving()
-        pool.spares.refill()
-        pool.refill_standbys()
-        pool.changes.grow_back()
+        self.set_serving()
+        ranks.spares.refill()
+        ranks.refill_standbys()
+        self.on_rebuilt()
 
     def _replace(self, dead: list[Member]) -> str:
         """Fill the places of `dead`: with spares, else by doing without where copies allow it, else with new processes."""
-        pool = self._pool
+        ranks = self._ranks
         for member in dead:
-            pool.discard(member)
-        spares = pool.spares.take(len(dead))
+            ranks.discard(member)
+        spares = ranks.spares.take(len(dead))
         for member, spare in zip(dead, spares, strict=False):
             spare.rank = member.rank
-            pool.members[member.rank] = spare
+            ranks.members[member.rank] = spare
         missing = dead[len(spares) :]
         if not missing:
             return "spare"
         lost = {member.rank for member in missing}
-        by, less = "copies", _without(pool, lost)
-        if less is None and pool.config.engine.when_experts_missing != "wait":
-            by, less = "rest", _without(pool, lost, partial=True)
+        by, less = "copies", _without(ranks, lost)
+        if less is None and ranks.config.engine.when_experts_missing != "wait":
+            by, less = "rest", _without(ranks, lost, partial=True)
         if less is not None:
-            pool.changes.lose(lost)
-            pool.members = [member for member in pool.members if member not in missing]
-            pool.arrangement = less
-            for rank, member in enumerate(pool.members):
+            self.on_fewer(lost)
+            ranks.members = [member for member in ranks.members if member not in missing]
+            ranks.arrangement = less
+            for rank, member in enumerate(ranks.members):
                 member.rank = rank
             if by == "rest":
-                log.warning("experts that are on no rank until a process has started: %s", pool.missing)
+                log.warning("experts that are on no rank until a process has started: %s", ranks.missing)
             return by
         self.experts_missing = True
         self.on_missing()
-        new = [pool.new_member(member.rank) for member in missing]
+        new = [ranks.new_member(member.rank) for member in missing]
         for member in new:
-            pool.members[member.rank] = member
+            ranks.members[member.rank] = member
         return "standby" if all(member.stood_by for member in new) else "process"
 
     async def _find_dead(self) -> list[Member]:
         """Members without a usable process. Hung ones are killed; their peers then leave their collectives at once."""
-        pool, silent, self._silent = self._pool, self._silent, set()
+        ranks, silent, self._silent = self._ranks, self._silent, set()
         await asyncio.gather(*(self._end(member, "gave no sign of life") for member in silent if member.alive))
-        await asyncio.gather(*(self._end_if_silent(member) for member in pool.members if member.alive))
+        await asyncio.gather(*(self._end_if_silent(member) for member in ranks.members if member.alive))
         unreachable, self._unreachable = self._unreachable, set()
-        if pool.device == "cuda" or unreachable:
-            for member in pool.members:
+        if ranks.device == "cuda" or unreachable:
+            for member in ranks.members:
                 if member.alive and member.facts is not None:
-                    member.actor.abort.remote(pool.generation, sorted(unreachable - {member.facts.node_ip}))
-        settle = SETTLE_CUDA_S if pool.device == "cuda" else SETTLE_S
-        pending = [future for member in pool.members if member.link is not None for future in member.link.pending()]
-        held = not pool.interruptible
+                    member.actor.abort.remote(ranks.generation, sorted(unreachable - {member.facts.node_ip}))
+        settle = SETTLE_CUDA_S if ranks.device == "cuda" else SETTLE_S
+        pending = [future for member in ranks.members if member.link is not None for future in member.link.pending()]
+        held = not ranks.interruptible
         if pending:
             await asyncio.wait(pending, timeout=SETTLE_HELD_S if held else settle)
         if held:
             await self._end_stuck()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pool.steps_done(), settle)  # then it is known whose fault it was
-        spoilt, self._spoilt = self._spoilt & set(pool.members), set()
+            await asyncio.wait_for(ranks.steps_done(), settle)  # then it is known whose fault it was
+        spoilt, self._spoilt = self._spoilt & set(ranks.members), set()
         await asyncio.gather(*(self._end(member, "fails again and again") for member in spoilt if member.alive))
         await self._end_stuck()
-        return [member for member in pool.members if not member.alive]
+        return [member for member in ranks.members if not member.alive]
 
     async def _end_stuck(self) -> None:
-        stuck = [each for each in self._pool.members if each.alive and each.link and each.link.num_pending]
+        stuck = [each for each in self._ranks.members if each.alive and each.link and each.link.num_pending]
         for member in stuck:
             member.put_down = True
         await asyncio.gather(*(self._end(member, "did not leave its step") for member in stuck))
 
     async def _end_if_silent(self, member: Member) -> None:
-        limit = min(PING_TIMEOUT_S, self._pool.config.scheduler.heartbeat_s)
+        limit = min(PING_TIMEOUT_S, self._ranks.config.scheduler.heartbeat_s)
         asked = time.monotonic()
         if not await member.ping(limit):
             # Ray may know that a process is gone before its socket tells.
@@ -301,26 +297,27 @@ class Supervisor:
     async def _end(self, member: Member, why: str) -> None:
         assert member.facts is not None and member.link is not None
         log.warning("rank %d %s%s: killing it [%s]", member.rank, why, last_seen(member), member.where)
-        if not await self._pool.agents.kill(member.facts):
+        if not await self._ranks.agents.kill(member.facts):
             self._unreachable.add(member.facts.node_ip)
-            self._pool.standbys.leave(member.facts.node_id)
+            self._ranks.standbys.leave(member.facts.node_id)
         member.link.close()
 
 
-def _without(pool: Pool, ranks: set[int], *, partial: bool = False) -> Arrangement | None:
-    """The same without `ranks`; None where that would lose an expert (unless partial) or the last rank, or cannot be run."""
-    arrangement, version = pool.arrangement, pool.changes.next_version()
+def _without(ranks: Ranks, lost: set[int], *, partial: bool = False) -> Arrangement | None:
+    """The present arrangement without the `lost` ranks. None where that would lose an expert (unless partial) or the last
+    rank, or cannot be run."""
+    arrangement, version = ranks.arrangement, ranks.next_version()
     placements = {}
     for layer, placement in arrangement.placements.items():
-        possible = len(ranks) < placement.layout.num_ranks
-        less = placement.without(ranks, version=version, partial=partial) if possible else None
+        possible = len(lost) < placement.layout.num_ranks
+        less = placement.without(lost, version=version, partial=partial) if possible else None
         if less is None:
             return None
         placements[layer] = less
     first = next(iter(placements.values()))
     try:
         config = rank_plan.resized(arrangement.config, first.layout.counts, first.num_logical)
-        rank_plan.check_layout(config, pool.plan, first.layout)
+        rank_plan.check_layout(config, ranks.plan, first.layout)
     except EpserveError as error:
         log.warning("the other ranks cannot go on alone: %s", error)
         return None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from epserve.compat import markdown as compatibility
 from epserve.config import Config
+from epserve.config_reference import entries
 
 HERE = Path(__file__).parent
 
@@ -22,32 +21,27 @@ def configuration() -> str:
         "overridden: `epserve serve c.yaml --set engine.ranks=8 --set server.port=0`. Relative paths start at the directory that",
         "the command runs in, not at the file.",
         "",
+        "`epserve serve MODEL` needs no file. MODEL is a folder of Hugging Face's layout, or `ORGANISATION/NAME` of a model",
+        "that the hub's client has downloaded before. The defaults below hold, with a rank for each GPU of the machine or one",
+        "on the CPU. The command prints them as YAML, and `--save-config FILE` keeps them. `epserve config --explain KEY` says",
+        "what a key takes and means, and `epserve config FILE` prints a configuration with all its defaults.",
+        "",
         "```yaml",
         "model: {path: checkpoints/mixtral}",
         "engine: {ranks: 4}",
         "```",
     ]
+    known = list(entries())
     for section, field in Config.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, BaseModel)
-        lines += ["", f"## {section}", "", *_about(model), "| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, entry in model.model_fields.items():
-            default = "required" if entry.is_required() else f"`{entry.default}`"
-            meaning = " ".join((entry.description or "").split()).replace("|", "\\|")
-            kind = _type_name(entry.annotation).replace("|", "\\|")
-            lines.append(f"| `{section}.{key}` | {kind} | {default} | {meaning} |")
+        about = (getattr(field.annotation, "__doc__", None) or "").strip()
+        lines += ["", f"## {section}", "", *([about, ""] if about else [])]
+        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        for entry in known:
+            if entry.key.startswith(f"{section}."):
+                default = entry.default if entry.default == "required" else f"`{entry.default}`"
+                cells = [f"`{entry.key}`", entry.kind, default, entry.meaning.replace("|", "\\|")]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _about(model: type[BaseModel]) -> list[str]:
-    text = (model.__doc__ or "").strip()
-    return [text, ""] if text else []
-
-
-def _type_name(annotation) -> str:
-    text = getattr(annotation, "__name__", str(annotation)) if "[" not in str(annotation) else str(annotation)
-    return text.replace("typing.", "").replace("pathlib.", "").replace("NoneType", "none")
 
 
 PAGES = {"configuration.md": configuration, "compatibility.md": lambda: compatibility().rstrip() + "\n"}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from epserve import __version__, admin_cli, cluster_cli, early_signals, logs, profile_cli, tune_cli
+from epserve import __version__, admin_cli, cluster_cli, config_cli, early_signals, logs, profile_cli, tune_cli
 from epserve.admin_cli import Authority, Certificate, Key, Name, tls_of
 from epserve.errors import EpserveError
 
@@ -36,7 +36,7 @@ app.add_typer(cluster_cli.app, name="cluster")
 
 
 OWN_HANDLERS = ("serve", "front-end", "demo")
-ONLY_LOOK = ("doctor", "compat", "plan")
+ONLY_LOOK = ("doctor", "compat", "plan", "config")
 """A signal ends these on the spot: raised as KeyboardInterrupt in the imports that they spend their time with, it may be lost."""
 
 
@@ -57,9 +57,14 @@ def _top(
 
 @app.command()
 def serve(
-    config: Annotated[Path, typer.Argument(help="YAML file; see docs/configuration.md.")],
+    target: Annotated[
+        str, typer.Argument(help="YAML file (docs/configuration.md), model folder, or ORG/NAME of a downloaded model.")
+    ],
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. --set server.port=0 --set engine.ranks=4.")
+    ] = None,
+    save_config: Annotated[
+        Path | None, typer.Option(help="Write the configuration, defaults included, to this file.", dir_okay=False)
     ] = None,
     ready_file: Annotated[
         Path | None,
@@ -70,13 +75,18 @@ def serve(
     ] = None,
 ) -> None:
     """Start the ranks and the gRPC front end; run until SIGTERM or Ctrl-C."""
-    from epserve.config import load_config
+    from epserve.config_reference import dump
+    from epserve.config_target import load_target
 
     overrides = _overrides(set_)
     if front_ends is not None:
         overrides["server.front_ends"] = front_ends
-    loaded = load_config(config, overrides)
+    loaded, from_defaults = load_target(target, overrides)
     _log_as(loaded.server.log_format)
+    if save_config is not None:
+        config_cli.save(save_config, dump(loaded))
+    if from_defaults and loaded.server.log_format == "text":
+        print(f"# {target} with these settings; --save-config FILE keeps them\n{dump(loaded)}", file=sys.stderr)
     from epserve.service import serve as run
 
     raise typer.Exit(asyncio.run(run(loaded, ready_file=ready_file, own_process=True)))
@@ -265,6 +275,7 @@ def demo(
 
 
 app.command()(cluster_cli.plan)
+app.command()(config_cli.config)
 app.command()(tune_cli.tune)
 app.command()(admin_cli.rebalance)
 app.command()(admin_cli.scale)

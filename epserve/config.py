@@ -392,7 +392,9 @@ def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         problems = "".join(f"\n  - {_explain(item)}" for item in error.errors())
-        raise ConfigError(f"{source}:{problems}") from None
+        keys = [".".join(map(str, item["loc"][:2])) for item in error.errors() if item["type"] != "extra_forbidden"]
+        more = f"\n(epserve config --explain {keys[0]}: what it takes and means)" if keys and keys[0] else ""
+        raise ConfigError(f"{source}:{problems}{more}") from None
 
 
 def _explain(item) -> str:

@@ -73,6 +73,10 @@ async def until_signalled(
     arm(on_signal)
     try:
         await _until(stop, work(listen))
+    except Exception:
+        if ready or not stop.is_set():
+            raise
+        log.debug("the start that was given up ended with an error", exc_info=True)
     finally:
         # After a signal the handler of a second one stays: Python still waits for threads that cannot be cancelled.
         if not stop.is_set():
@@ -105,6 +109,7 @@ def end_all(number: int, farewell: Callable[[], None] = _nothing) -> None:
     Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
     NOTE: no clean-up by Python's or Ray's own hooks, which wait ten seconds for a start that is under way.
     """
+    _say_no_more()
     # Linux only: what loses its parent becomes our child, and is found.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -119,6 +124,13 @@ def end_all(number: int, farewell: Callable[[], None] = _nothing) -> None:
         farewell()
     finally:
         os._exit(128 + number)
+
+
+def _say_no_more() -> None:
+    """Errors of a start whose processes are being killed mean nothing, and other threads would print them as tracebacks."""
+    logging.disable()
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def claim(ready_file: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -34,6 +35,17 @@ def test_help_names_every_command():
     shown = epserve("--help").stdout
     for command in ("serve", "call", "doctor", "compat", "demo", "cluster", "plan"):
         assert command in shown
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, "False"), ({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}, "True")])
+def test_ray_does_not_upload_the_folder_of_uv_run(given, kept):
+    """Its hook moved the ranks into a copy of the project, where relative paths lead nowhere, and refused large ones."""
+    code = "import epserve.service; from ray._private import ray_constants as c; print(c.RAY_ENABLE_UV_RUN_RUNTIME_ENV)"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"} | given
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert shown.stdout.strip() == kept
 
 
 def test_import_is_light():
@@ -170,6 +182,34 @@ def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_named(monkeypatch, 
     with pytest.raises(ConfigError, match=rf"^{setting} /tmp/x+: 65 characters.*RAY_TMPDIR"):
         check_host(config, "cpu")
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_host(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("home", "told"),
+    [
+        (
+            "{file}",
+            r"HOME .*file: Ray cannot keep its token below it \(Not a directory\); set HOME .* or RAY_AUTH_TOKEN",
+        ),
+        ("/proc/no", r"HOME /proc/no: Ray cannot keep its token below it \(No such file"),
+        ("", r"HOME is not set and user \d+ has no home, where Ray keeps its token; set HOME"),
+    ],
+)
+def test_a_home_that_cannot_be_written_is_named(monkeypatch, tmp_path, home, told):
+    config = parse_config({"model": {"path": "x"}})
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_host(config, "cpu")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", home.format(file=tmp_path / "file"))
+    if not home:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
+    with pytest.raises(ConfigError, match=told):
+        check_host(config, "cpu")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef0123456789abcdef")
     check_host(config, "cpu")
 
 

@@ -383,7 +383,7 @@ async def test_a_change_goes_on_when_its_caller_gives_up(engine, paths, caplog):
 async def test_sizes_that_cannot_be(engine):
     with pytest.raises(ConfigError, match="0 ranks; at least 1"):
         await engine.scale(0)
-    with pytest.raises(ConfigError, match="600 ranks need|engine.ranks 600: rank 0 needs"):
+    with pytest.raises(ConfigError, match=r"600 ranks need|engine\.ranks 600: rank 0 needs"):
         await engine.scale(600)
     assert engine.state() == "serving"
 

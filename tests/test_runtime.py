@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -324,6 +325,34 @@ async def test_no_running_cluster_to_join(path, monkeypatch):
         Cluster.connect(make_config(path, address="auto"))
     with pytest.raises(ConfigError, match="'somewhere' is not 'local', 'auto' or host:port"):
         Cluster.connect(make_config(path, address="somewhere"))
+
+
+OTHER_RAY = """Version mismatch: The cluster was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+This process on Ray node 10.0.0.2 was started with:
+    Ray: 2.50.0
+    Python: 3.12.1
+"""
+
+
+@pytest.mark.parametrize("address", ["auto", "{listening}", "local"])
+async def test_all_that_ray_says_is_told_in_one_line(path, monkeypatch, address):
+    """Its first line ends in a colon, and the versions stand in those that follow."""
+
+    def other(**_):
+        raise RuntimeError(OTHER_RAY)
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", other)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = address.format(listening="127.0.0.1:" + str(listening.getsockname()[1]))
+        with pytest.raises(ConfigError) as told:
+            Cluster.connect(make_config(path, address=address))
+    text = str(told.value)
+    assert "\n" not in text and "Ray: 2.60.0 Python: 3.11.7" in text and "Ray: 2.50.0 Python: 3.12.1" in text
+    assert address == "local" or text.endswith("; start epserve with the cluster's versions of Ray and Python, or the cluster"
+                                               " with these")  # fmt: skip
 
 
 def refuse(**_):

@@ -118,6 +118,45 @@ async def test_a_start_that_cannot_be_broken_off_ends_with_the_process():
     process.stdout.close()
 
 
+BROKEN_OFF = """
+import asyncio, subprocess, sys, time
+from epserve import process
+
+process.START_STOP_S = 0.3
+
+def start(child):  # as Ray's: in a thread, and over with an error once its processes are gone
+    child.wait()
+    raise RuntimeError("failed to connect to all addresses")
+
+async def work(listen):
+    child = subprocess.Popen(["sleep", "600"])
+    starting = asyncio.ensure_future(asyncio.to_thread(start, child))
+    print(child.pid, flush=True)
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        if "at once" in sys.argv:
+            raise RuntimeError("what it was about to use is gone")
+        await starting
+
+told = asyncio.run(process.until_signalled(work, own_process=True, farewell=lambda: time.sleep(2)))
+sys.exit(told)
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "when its processes are gone"])
+async def test_errors_of_a_start_that_was_broken_off_are_not_told(when):
+    """Ray's own start, in a thread, found its processes killed: its RpcError was printed as a traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BROKEN_OFF, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child = int(await asyncio.to_thread(process.stdout.readline))
+    process.send_signal(signal.SIGTERM)
+    _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, "")
+    await until(lambda: not alive(child))
+
+
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 

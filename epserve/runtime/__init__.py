@@ -12,3 +12,7 @@ OWN_SIGNALS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 FOR_US_ALONE = OWN_SIGNALS not in os.environ
 if FOR_US_ALONE:
     os.environ[OWN_SIGNALS] = "1"
+
+# Under `uv run` Ray would upload the folder with pyproject.toml and start the ranks in a copy of it: relative paths of the
+# configuration then lead nowhere, and a folder above 512 MB is refused. Ranks run in the environment of their node.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

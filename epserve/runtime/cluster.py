@@ -33,6 +33,8 @@ POLL_S = 1.0
 OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
 SLOW_START = "timed out during startup"
 START_ATTEMPTS = 3
+OTHER_VERSION = "Version mismatch"
+SHOWN_CHARACTERS = 600
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
 
 
@@ -68,20 +70,26 @@ class Cluster:
             # NOTE: RAY_AUTH_MODE stays as the operator has it. Unset, Ray 2.60 asks for a token on a cluster that it
             # starts here; setting it after `import ray` would be half seen and break the start.
             cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
-            with _quiet():
-                _start(
-                    num_cpus=max(cpus, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    **common,
-                )
+            try:
+                with _quiet():
+                    _start(
+                        num_cpus=max(cpus, os.cpu_count() or 1),
+                        include_dashboard=False,
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        **common,
+                    )
+            except Exception as error:
+                log.debug("Ray did not start", exc_info=True)
+                raise ConfigError(f"Ray did not start on this machine: {_one_line(error)}") from None
             return cls(started=True, joined=True, namespace=namespace, control=_control())
         _probe(address)
         try:
             with _quiet():
                 ray.init(address=address, **common)
         except Exception as error:  # Ray raises a different class for each stage of connecting
-            raise ConfigError(f"no Ray cluster answers at {address!r}: {_first_line(error)}{_hint(address)}") from None
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r}: {_one_line(error)}{_hint(address, error)}"
+            ) from None
         return cls(started=False, joined=True, namespace=namespace, control=_control())
 
     def answers(self) -> bool:
@@ -219,7 +227,7 @@ def _probe(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address)}") from None
+        raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address, error)}") from None
 
 
 def _plain_excepthook() -> None:
@@ -236,14 +244,18 @@ def _control() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def _hint(address: str) -> str:
+def _hint(address: str, error: Exception) -> str:
+    if OTHER_VERSION in str(error):
+        return "; start epserve with the cluster's versions of Ray and Python, or the cluster with these"
     if os.environ.get("RAY_AUTH_MODE") is None and address != "auto":
         return "; does it run, and does it ask for a token (RAY_AUTH_MODE=token, ~/.ray/auth_token)?"
     return "; does it run there (`ray status`)?"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _one_line(error: Exception) -> str:
+    """All that Ray says: its first line alone often ends in a colon."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 @contextlib.contextmanager

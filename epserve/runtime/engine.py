@@ -147,7 +147,9 @@ class Engine:
         try:
             self._cluster = await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            self._cluster = await connecting  # a thread cannot be cancelled: what it starts must be stopped
+            # A thread cannot be cancelled: what it starts must be stopped. The signal may have taken Ray's processes first.
+            with contextlib.suppress(Exception):
+                self._cluster = await connecting
             raise
 
     async def close(self, drain_s: float = 0) -> None:

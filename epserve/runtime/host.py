@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import ray
 import torch
@@ -24,8 +26,8 @@ RAY_SOCKET = "/ray/session_2026-12-31_23-59-59_999999_{}/sockets/plasma_store"
 
 
 def check_host(config: Config, device: str) -> None:
-    """Raises ConfigError for too few GPUs or a long path of temporary files, and warns of little shared memory. Takes
-    milliseconds.
+    """Raises ConfigError for too few GPUs, a long path of temporary files or a home that cannot be written, and warns of
+    little shared memory. Takes milliseconds.
 
     Says nothing of clusters that are joined: what they have is on other machines.
     """
@@ -34,6 +36,7 @@ def check_host(config: Config, device: str) -> None:
     if device == "cuda":
         _check_gpus(config)
     _check_sockets()
+    _check_home()
     if os.path.isdir(SHM):
         _check_shared_memory(shutil.disk_usage(SHM).free)
 
@@ -64,6 +67,27 @@ def _check_sockets() -> None:
             f"{setting} {folder}: {have} characters, and Ray's sockets below it can have paths of {SOCKET_PATH_BYTES} at"
             f" most; set RAY_TMPDIR to a folder whose path has at most {room}, such as /tmp"
         )
+
+
+def _check_home() -> None:
+    """Ray makes a token for the cluster that it starts and keeps it in the user's home."""
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    remedy = "set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret (openssl rand -hex 32)"
+    try:
+        home = Path.home()
+        folder = home / ".ray"
+        if (folder / "auth_token").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tempfile.TemporaryFile(dir=folder).close()
+    except RuntimeError:
+        raise ConfigError(
+            f"HOME is not set and user {os.getuid()} has no home, where Ray keeps its token; {remedy}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"HOME {home}: Ray cannot keep its token below it ({error.strerror}); {remedy}") from None
 
 
 def _check_shared_memory(free: int) -> None:

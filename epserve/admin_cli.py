@@ -77,7 +77,7 @@ def _call(method: str, request, address: str, token_file: Path | None, tls: Tls 
     from epserve.config import read_token
     from epserve.errors import EpserveError
     from epserve.serving import admin_pb2_grpc as pb_grpc
-    from epserve.serving import status
+    from epserve.serving import proxies, status
     from epserve.serving.client_checks import check_target
 
     check_target(address)
@@ -85,9 +85,10 @@ def _call(method: str, request, address: str, token_file: Path | None, tls: Tls 
     if token_file is not None:
         metadata.append(("authorization", f"Bearer {read_token(token_file)}"))
     if tls is None:
-        channel = grpc.insecure_channel(address)
+        channel = grpc.insecure_channel(address, options=proxies.channel_options(address))
     else:
-        channel = grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())
+        options = [*tls.channel_options(), *proxies.channel_options(address)]
+        channel = grpc.secure_channel(address, tls.credentials(), options=options)
     with channel:
         try:
             return getattr(pb_grpc.AdminStub(channel), method)(request, timeout=timeout, metadata=metadata)

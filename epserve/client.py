@@ -61,10 +61,10 @@ class Client(Endpoint):
     ):
         super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:
-            self._channel = grpc.insecure_channel(target, options=self.options.channel_options())
+            self._channel = grpc.insecure_channel(target, options=self._channel_options())
         else:
             credentials = self.options.tls.credentials()
-            self._channel = grpc.secure_channel(target, credentials, options=self.options.channel_options())
+            self._channel = grpc.secure_channel(target, credentials, options=self._channel_options())
         self._stub = experts_stub(self._channel)
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="epserve-client")
 
@@ -254,10 +254,10 @@ class AsyncClient(Endpoint):
     ):
         super().__init__(target, options, token, tls_ca)
         if self.options.tls is None:
-            self._channel = grpc.aio.insecure_channel(target, options=self.options.channel_options())
+            self._channel = grpc.aio.insecure_channel(target, options=self._channel_options())
         else:
             credentials = self.options.tls.credentials()
-            self._channel = grpc.aio.secure_channel(target, credentials, options=self.options.channel_options())
+            self._channel = grpc.aio.secure_channel(target, credentials, options=self._channel_options())
         self._stub = experts_stub(self._channel)
 
     async def forward(

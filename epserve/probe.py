@@ -17,7 +17,11 @@ def serving(target: str, *, timeout_s: float, ca: Path | None = None, server_nam
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    options = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    from epserve.serving import proxies
+
+    options: list[tuple[str, str | int]] = [*proxies.channel_options(target)]
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     if ca is None:
         channel = grpc.insecure_channel(target, options=options)
     else:

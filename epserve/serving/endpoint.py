@@ -10,7 +10,7 @@ import grpc
 
 from epserve import allocator
 from epserve.errors import CallerError, DeadlineExceeded, EpserveError, NotReady
-from epserve.serving import status
+from epserve.serving import proxies, status
 from epserve.serving.attempts import Attempts
 from epserve.serving.client_checks import check_kind, check_target
 from epserve.serving.client_cuda_region import CudaClientRegion
@@ -33,6 +33,9 @@ class Endpoint:
         self.target, self.options = target, options
         self._closed = False
         allocator.expect_messages()
+
+    def _channel_options(self) -> list[tuple[str, Any]]:
+        return self.options.channel_options() + proxies.channel_options(self.target)
 
     def _attempts(self, timeout: float | None) -> Attempts:
         return Attempts(self.options.retry, self.options.timeout_s if timeout is None else timeout)

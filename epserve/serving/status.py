@@ -15,6 +15,7 @@ import grpc
 from epserve import errors
 from epserve.errors import EpserveError
 from epserve.serving import epserve_pb2 as pb
+from epserve.serving import proxies
 
 log = logging.getLogger("epserve.serving")
 
@@ -125,6 +126,9 @@ NO_GRPC = "the port may be another service's, or a proxy's, that speaks no gRPC"
 
 def _explain(failure: pb.Failure, details: str) -> None:
     """Of a connection that could not be made, what gRPC only has its own words for."""
+    if proxy := proxies.named(details):
+        failure.message = f"{details}; {proxy}"
+        return
     meaning = next((meaning for words, meaning in MISFITS if words in details), "")
     if meaning:
         failure.message = f"{meaning} ({details})"

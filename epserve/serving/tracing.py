@@ -23,6 +23,7 @@ from typing import Any
 
 from epserve import __version__
 from epserve.errors import ConfigError
+from epserve.serving import proxies
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,12 @@ def exporting(endpoint: str, ratio: float) -> Any:
         ) from None
     resource = Resource.create({"service.name": NAME, "service.version": __version__})
     provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)))
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    address = endpoint.partition("://")[2].partition("/")[0] or endpoint
+    exporter = OTLPSpanExporter(
+        endpoint=endpoint,
+        insecure=not endpoint.startswith("https://"),
+        channel_options=tuple(proxies.channel_options(address)),
+    )
     quiet = logging.getLogger("opentelemetry")
 
     class Bounded(BatchSpanProcessor):

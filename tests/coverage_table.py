@@ -32,7 +32,7 @@ from epserve.models.expert_modules import find_layers
 from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
 from epserve.modular_kernel import RankContext, check_routing
-from epserve.serving import epserve_pb2 as pb
+from epserve.serving.served_model import model_reply
 from epserve.step import StepPlan
 from epserve.worker import Worker
 
@@ -40,7 +40,6 @@ from .coverage_families import CASES, Case, architecture, families, tiny_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TOLERANCE = 1e-5  # relative L2 error of a layer in float32
-WIRE_DTYPES = {torch.float32: pb.FP32, torch.bfloat16: pb.BF16, torch.float16: pb.FP16}
 NEW_TOKENS, PROMPT = 32, (2, 7)  # greedy tokens; prompts and their length
 
 
@@ -76,20 +75,8 @@ class InProcess:
         self.info = self.worker.info
 
     def model(self) -> Any:
-        info = self.info
-        return SimpleNamespace(
-            family=info.family,
-            name=info.name,
-            hidden=info.hidden,
-            intermediate=info.intermediate,
-            num_experts=info.num_experts,
-            top_k=info.top_k,
-            dtype=WIRE_DTYPES[info.dtype],
-            layers=info.layers,
-            fingerprint=info.fingerprint,
-            max_tokens_per_request=self.max_tokens,
-            max_message_bytes=1 << 30,
-        )
+        limits = SimpleNamespace(max_tokens_per_request=self.max_tokens, max_message_bytes=1 << 30)
+        return model_reply(self.info, self.info.layers, limits)
 
     def forward(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> torch.Tensor:
         assert hidden.shape[0] <= self.max_tokens, "the client splits what is above the limit"

@@ -18,6 +18,7 @@ from epserve.modular_kernel import (
     ExpertShape,
     ExpertWeights,
     FusedMoEModularKernel,
+    GateSpec,
     LayerSpec,
     PrepareFinalizeOptions,
     RankContext,
@@ -36,7 +37,7 @@ def tiny_info(**changes) -> SimpleNamespace:
     values = {
         "family": "tiny", "name": "tiny-moe", "hidden": 32, "intermediate": 16, "num_experts": 8, "top_k": 3,
         "dtype": torch.float32, "layers": (1, 2, 3, 7), "activation": Activation(), "bias": False,
-        "gate": SimpleNamespace(scoring="softmax"), "shared_intermediate": 0, "fingerprint": "0123abcd",
+        "gate": GateSpec(top_k=3), "shared_intermediate": 0, "fingerprint": "0123abcd",
         "quant": SimpleNamespace(scheme="none"),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})

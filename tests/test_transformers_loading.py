@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModel
 
 import experts
 from all2all.local import LocalPrepareAndFinalize
@@ -209,10 +210,48 @@ def test_a_quantisation_that_is_not_loaded(checkpoint, tmp_path):
         opened(path)
 
 
-def test_an_architecture_that_transformers_lacks(checkpoint, tmp_path):
-    path = changed(checkpoint("granitemoe"), tmp_path, config={"architectures": ["GraniteMoeForPoetry"]})
-    with pytest.raises(CheckpointError, match="architecture 'GraniteMoeForPoetry' is not one of transformers"):
+@pytest.mark.parametrize(
+    ("family", "architectures"),
+    [
+        ("granitemoe", ["GraniteMoeForPoetry"]),  # of remote code
+        ("granitemoe", []),
+        ("granitemoe", None),
+        ("granitemoe", ["LlamaForCausalLM"]),  # of another model_type
+        ("phimoe", ["PhiMoEForCausalLM"]),  # the hub's spelling, as in the next two
+        ("bailing_hybrid", ["BailingMoeV2_5ForCausalLM"]),
+        ("kimi_k25", ["KimiK25ForConditionalGeneration"]),
+    ],
+)
+def test_model_type_says_which_class_it_is_where_architectures_do_not(checkpoint, tmp_path, family, architectures):
+    path = changed(checkpoint(family), tmp_path, config={"architectures": architectures})
+    found, wanted = opened(path), opened(checkpoint(family))
+    assert found.info.layers == wanted.info.layers
+    layer = found.info.layers[-1]
+    assert equal(found.load_layer(layer, [3, 0]).experts, wanted.load_layer(layer, [3, 0]).experts)
+
+
+def test_a_model_type_without_a_model(checkpoint, tmp_path):
+    path = changed(
+        checkpoint("granitemoe"), tmp_path, config={"model_type": "siglip_vision_model", "architectures": None}
+    )
+    with pytest.raises(CheckpointError, match="SiglipVisionModel has no experts module"):
         opened(path)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next"]
+)
+def test_a_checkpoint_of_the_base_model_without_its_head(checkpoint, tmp_path, family):
+    """transformers writes the names of a base model without `model.`, and reads either form into either class."""
+    path = checkpoint(family)
+    AutoModel.from_pretrained(path).save_pretrained(tmp_path)
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "model.safetensors"))
+    found, wanted = open_checkpoint(tmp_path), open_checkpoint(path)
+    assert (type(found), found.info.layers) == (type(wanted), wanted.info.layers)
+    for layer in found.info.layers:
+        ours, theirs = found.load_layer(layer, [3, 0]), wanted.load_layer(layer, [3, 0])
+        assert equal(ours.experts, theirs.experts)
+        assert torch.equal(ours.gate.weight_EK, theirs.gate.weight_EK)
 
 
 def test_a_family_without_experts(checkpoint, tmp_path):

@@ -8,7 +8,7 @@ never read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,19 +44,8 @@ def find_recipes(model: Any, tensors: Mapping[str, TensorInfo], wanted: Mapping[
 
     Raises CheckpointError for parameters that nothing in the checkpoint leads to, and for missing or surplus experts.
     """
-    from transformers import conversion_mapping, core_model_loading
-
-    mapping = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightRenaming)]
-    converters = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
     found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for name in sorted(tensors, key=core_model_loading.dot_natural_key):
-        target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = core_model_loading.rename_source_key(name, [], [], prefix, state)
-        converter = by_pattern[pattern] if pattern is not None else None
+    for name, target, pattern, converter in destinations(model, tensors):
         if any(key in wanted for key in _targets(target, converter)):
             _, sources = found.setdefault(target, (converter, {}))
             sources.setdefault(pattern or target, []).append(name)
@@ -76,6 +65,26 @@ def find_recipes(model: Any, tensors: Mapping[str, TensorInfo], wanted: Mapping[
     if missing:
         raise CheckpointError(f"nothing in the checkpoint leads to {_some(missing)} of {type(model).__name__}")
     return recipes
+
+
+def destinations(model: Any, names: Iterable[str], rules: Any = None) -> Iterator[tuple[str, str, str | None, Any]]:
+    """Where each tensor of a checkpoint goes in `model`: its name, the first parameter's, and the pattern and the converter that
+    lead there (None where only names differ).
+
+    rules: a conversion mapping, default: the one of the model.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    mapping = conversion_mapping.get_model_conversion_mapping(model) if rules is None else rules
+    renamings = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    for name in sorted(names, key=core_model_loading.dot_natural_key):
+        target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = core_model_loading.rename_source_key(name, [], [], prefix, state)
+        yield name, target, pattern, by_pattern[pattern] if pattern is not None else None
 
 
 def read(

@@ -67,6 +67,8 @@ class Family:
     layers: LayerRule = LayerRule()
     gate: Mapping[str, Any]
     """Fields of GateSpec beside top_k."""
+    gate_only: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json about the gate that have one value here. With another one the service does not gate."""
     gate_tensors: Mapping[str, str] = field(default_factory=lambda: {"weight": "gate.weight"})
     """weight, and where the family has them bias and correction_bias."""
     forms: tuple[ExpertForm, ...]
@@ -151,6 +153,7 @@ _ALL = (
             "logits_float32": True,
             "sorted": False,
         },
+        gate_only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         gate_tensors={"weight": "gate.weight", "correction_bias": "gate.e_score_correction_bias"},
         forms=(MODULES, FUSED),
         shared=SharedForm(

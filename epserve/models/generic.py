@@ -9,6 +9,7 @@ Legend: E logical experts, K hidden size, N intermediate size, e experts loaded.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,13 @@ from .weights import LayerWeights, fingerprint
 LAYER_COUNT = re.compile(r"(^|_)(layers?|depth)(_|$)")
 EXPERT_COUNT = re.compile(r"^(n|num)_.*experts?$|^moe_num_experts")
 NORM = "post_expert_norm.weight"
+AUTO_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",  # first: the next one may have the text alone
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_MAPPING",
+)
+"""Of transformers' Auto classes, the first that knows a configuration says which class its checkpoints are of."""
 
 
 class GenericCheckpoint:
@@ -161,16 +169,17 @@ def build_on_meta(path: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # a family's own code raises what it likes
         raise CheckpointError(f"{path}: transformers cannot read config.json: {_one_line(error)}") from None
-    name = (config.architectures or [""])[0]
-    cls = getattr(transformers, name, None)
+    cls = _architecture(config)
     if cls is None:
-        raise CheckpointError(f"{path}: architecture {name!r} is not one of transformers {transformers.__version__}")
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} has no model class for model_type {config.model_type!r}"
+        )
     config._experts_implementation = "eager"
     try:
         with ContextManagers(cls.get_init_context(torch.float32, False, False, None)):
             return cls(config)
     except Exception as error:
-        text = f"{path}: transformers cannot build {name} from config.json: {_one_line(error)}"
+        text = f"{path}: transformers cannot build {cls.__name__} from config.json: {_one_line(error)}"
         raise CheckpointError(text) from None
 
 
@@ -197,6 +206,25 @@ def _numbers(data: Any) -> Iterator[tuple[str, int]]:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _architecture(config: Any) -> Any:
+    """The class of the configuration's `architectures` where transformers has it, or the one that its Auto classes take.
+
+    Checkpoints on the hub name remote code, or spell a class in their own way. The Auto classes go by model_type.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if inspect.isclass(named) and getattr(named, "config_class", None) is type(config):
+            return named
+    for mapping in AUTO_MAPPINGS:
+        found = getattr(modeling_auto, mapping, {})
+        if type(config) in found:
+            return found[type(config)]
+    return None
 
 
 def _declared(model: Any) -> str:

@@ -105,12 +105,24 @@ class ConfigReader:
         return tuple(layer for layer in every if layer >= first and layer not in skipped and (layer + 1) % step == 0)
 
     def gate(self, family: Family, num_experts: int) -> GateSpec:
+        """The gate of the configuration. One that `route` cannot compute becomes scoring "client" with the reason: clients
+        may gate themselves.
+
+        Raises CheckpointError for a top-k above the number of experts, and for values of a wrong type.
+        """
+        top_k = self.size(Key("num_experts_per_tok"))
+        if top_k > num_experts:
+            raise CheckpointError(f"{self.source}: top_k {top_k} is more than the {num_experts} experts")
         found = self._fields(GateSpec, family.gate)
+        for name, only in family.gate_only.items():
+            if (declared := self.value(Key(name, only))) != only:
+                refusal = f"{name} is {shown(declared)}, only {only!r} is known"
+                return GateSpec(scoring="client", top_k=top_k, refusal=refusal)
         try:
-            spec = GateSpec(top_k=self.size(Key("num_experts_per_tok")), **found)
+            spec = GateSpec(top_k=top_k, **found)
             spec.check_experts(num_experts)
         except ConfigError as error:
-            raise CheckpointError(f"{self.source}: {error}") from None
+            return GateSpec(scoring="client", top_k=top_k, refusal=str(error))
         return spec
 
     def activation(self, family: Family) -> Activation:

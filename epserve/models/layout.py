@@ -21,6 +21,7 @@ from .tensors import TensorInfo
 
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek's name; in spite of it the values multiply
 SHOWN = 5  # names in one error message
+BASE_PREFIX = "model."  # transformers' base_model_prefix of every family with a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,9 @@ def find_block(info: ModelInfo, tensors: Mapping[str, TensorInfo], layer: int, p
     Raises CheckpointError for missing, surplus and misshapen tensors.
     """
     family = FAMILIES[info.family]
-    choices = [
-        Block(prefix=prefix.format(layer=layer), form=_with_scales(info, form))
-        for prefix in family.blocks
-        for form in family.forms
-    ]
+    prefixes = [each.format(layer=layer) for each in family.blocks]
+    prefixes += [each.removeprefix(BASE_PREFIX) for each in prefixes]  # saved by the base model, without its head
+    choices = [Block(prefix=prefix, form=_with_scales(info, form)) for prefix in prefixes for form in family.forms]
     block = max(choices, key=lambda block: sum(name in tensors for name in expected_shapes(info, block)))
     expected = expected_shapes(info, block)
     present = {name for name in tensors if name.startswith(block.prefix)}

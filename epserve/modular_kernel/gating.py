@@ -43,6 +43,8 @@ class GateSpec:
     """Round the weights to the dtype of the logits (Qwen, OLMoE); otherwise they stay float32 (Mixtral, DeepSeek)."""
     sorted: bool = True
     """Slots in descending order of score; False leaves torch.topk's own order."""
+    refusal: str = ""
+    """Why the scoring is "client" although the family has a gate here: what its configuration asks for that is not computed."""
 
     def __post_init__(self):
         if self.scoring not in SCORINGS:

@@ -316,8 +316,9 @@ class Engine:
         if (batch.ids is None) != (batch.weights is None):
             raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
         if batch.ids is None and self.info.gate.scoring == "client":
+            why = f" ({self.info.gate.refusal})" if self.info.gate.refusal else ""
             raise InvalidRequest(
-                f"topk_ids: missing; the service has no gate for {self.info.family}, the client chooses experts",
+                f"topk_ids: missing; the service has no gate for {self.info.family}{why}, the client chooses experts",
                 field="topk_ids",
             )
         ids, weights = batch.ids, batch.weights

@@ -6,7 +6,7 @@ Times are relative (seconds from now, seconds ago): clocks of hosts need not agr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from epserve import errors
 from epserve.errors import EpserveError, InternalError
+from epserve.modular_kernel import Activation, GateSpec
 
 from .records import StepRecord
 
@@ -51,8 +52,8 @@ def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
     return {
         **{name: getattr(info, name) for name in names},
         "dtype": str(info.dtype).removeprefix("torch."),
-        "activation": info.activation.kind,
-        "scoring": info.gate.scoring,
+        "activation": asdict(info.activation),
+        "gate": asdict(info.gate),
         "quantisation": info.quant.scheme,
         "layers": list(layers),
     }
@@ -63,8 +64,8 @@ def model_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
     read = dict(value)
     read["dtype"] = DTYPES[read["dtype"]]
     read["layers"] = tuple(read["layers"])
-    read["activation"] = SimpleNamespace(kind=read["activation"])
-    read["gate"] = SimpleNamespace(scoring=read.pop("scoring"))
+    read["activation"] = Activation(**read["activation"])
+    read["gate"] = GateSpec(**read["gate"])
     read["quant"] = SimpleNamespace(scheme=read.pop("quantisation"))
     return SimpleNamespace(**read)
 

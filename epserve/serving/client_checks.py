@@ -134,3 +134,19 @@ def _refuse_target(target: Any, why: str) -> NoReturn:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def check_no_gradient(value: Any, field: str) -> None:
+    """Raises InvalidRequest for a tensor of torch that requires a gradient while torch records gradients."""
+    if getattr(value, "requires_grad", False) and _records_gradients():
+        text = (
+            f"{field}: requires a gradient, and the service computes no gradients; call under torch.no_grad(), or freeze"
+            " whatever it comes from (adapters, routers and layers before the experts)"
+        )
+        raise InvalidRequest(text, field=field)
+
+
+def _records_gradients() -> bool:
+    import torch  # is there: a tensor of it came
+
+    return torch.is_grad_enabled()

@@ -246,8 +246,52 @@ class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Gate(_message.Message):
+    __slots__ = ("scoring", "top_k", "renormalise", "renormalise_epsilon", "num_groups", "top_groups", "group_score", "correction_bias", "routed_scaling_factor", "logits_float32", "round_weights", "sorted", "refusal")
+    SCORING_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    RENORMALISE_FIELD_NUMBER: _ClassVar[int]
+    RENORMALISE_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TOP_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SCORE_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_SCALING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FLOAT32_FIELD_NUMBER: _ClassVar[int]
+    ROUND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SORTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    scoring: str
+    top_k: int
+    renormalise: bool
+    renormalise_epsilon: float
+    num_groups: int
+    top_groups: int
+    group_score: str
+    correction_bias: bool
+    routed_scaling_factor: float
+    logits_float32: bool
+    round_weights: bool
+    sorted: bool
+    refusal: str
+    def __init__(self, scoring: _Optional[str] = ..., top_k: _Optional[int] = ..., renormalise: _Optional[bool] = ..., renormalise_epsilon: _Optional[float] = ..., num_groups: _Optional[int] = ..., top_groups: _Optional[int] = ..., group_score: _Optional[str] = ..., correction_bias: _Optional[bool] = ..., routed_scaling_factor: _Optional[float] = ..., logits_float32: _Optional[bool] = ..., round_weights: _Optional[bool] = ..., sorted: _Optional[bool] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class Activation(_message.Message):
+    __slots__ = ("kind", "gated", "limit", "alpha", "output_norm_eps")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GATED_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NORM_EPS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    gated: bool
+    limit: float
+    alpha: float
+    output_norm_eps: float
+    def __init__(self, kind: _Optional[str] = ..., gated: _Optional[bool] = ..., limit: _Optional[float] = ..., alpha: _Optional[float] = ..., output_norm_eps: _Optional[float] = ...) -> None: ...
+
 class GetModelReply(_message.Message):
-    __slots__ = ("family", "name", "hidden", "intermediate", "num_experts", "top_k", "dtype", "layers", "activation", "scoring", "shared_intermediate", "quantisation", "fingerprint", "max_tokens_per_request", "max_message_bytes", "server_version")
+    __slots__ = ("family", "name", "hidden", "intermediate", "num_experts", "top_k", "dtype", "layers", "activation", "scoring", "shared_intermediate", "quantisation", "fingerprint", "max_tokens_per_request", "max_message_bytes", "server_version", "gate", "expert_activation")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +308,8 @@ class GetModelReply(_message.Message):
     MAX_TOKENS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     family: str
     name: str
     hidden: int
@@ -280,7 +326,9 @@ class GetModelReply(_message.Message):
     max_tokens_per_request: int
     max_message_bytes: int
     server_version: str
-    def __init__(self, family: _Optional[str] = ..., name: _Optional[str] = ..., hidden: _Optional[int] = ..., intermediate: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., layers: _Optional[_Iterable[int]] = ..., activation: _Optional[str] = ..., scoring: _Optional[str] = ..., shared_intermediate: _Optional[int] = ..., quantisation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_tokens_per_request: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., server_version: _Optional[str] = ...) -> None: ...
+    gate: Gate
+    expert_activation: Activation
+    def __init__(self, family: _Optional[str] = ..., name: _Optional[str] = ..., hidden: _Optional[int] = ..., intermediate: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., layers: _Optional[_Iterable[int]] = ..., activation: _Optional[str] = ..., scoring: _Optional[str] = ..., shared_intermediate: _Optional[int] = ..., quantisation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_tokens_per_request: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., server_version: _Optional[str] = ..., gate: _Optional[_Union[Gate, _Mapping]] = ..., expert_activation: _Optional[_Union[Activation, _Mapping]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

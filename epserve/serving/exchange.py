@@ -9,7 +9,7 @@ from typing import Any, Literal
 from epserve.errors import CallerError, InternalError, InvalidRequest, Overloaded
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
-from epserve.serving.client_checks import check_request_id, whole_number
+from epserve.serving.client_checks import check_no_gradient, check_request_id, whole_number
 from epserve.serving.client_cuda_region import CudaClientRegion
 from epserve.serving.client_region import WORTH_BYTES, ClientRegion
 from epserve.serving.frames import begin_frame, begun, part_frame
@@ -68,6 +68,8 @@ class OutgoingRequest:
         if region is not None and not isinstance(region, ClientRegion | CudaClientRegion):
             text = f"region: must be what register_region or register_cuda_region gives, got {type(region).__name__}"
             raise InvalidRequest(text, field="region")
+        for which, value in ((pb.HIDDEN_STATES, hidden), (pb.TOPK_WEIGHTS, topk_weights)):
+            check_no_gradient(value, wire.FIELDS[which])
         self._inputs: list[Any] = []
         if isinstance(region, CudaClientRegion):
             kept, plain = region.place(hidden)

@@ -13,11 +13,12 @@ from epserve import __version__
 from epserve.modular_kernel.selection import Choice
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import status, wire
+from epserve.serving import status
 from epserve.serving.calls import Calls
 from epserve.serving.doorbell import Doorbell
 from epserve.serving.messages import Outgoing, Received
 from epserve.serving.regions import Region
+from epserve.serving.served_model import model_reply
 from epserve.serving.stream import StreamSession
 
 log = logging.getLogger("epserve.serving")
@@ -89,25 +90,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelReply:
-        info, limits = self._calls.engine.info, self._calls.limits
-        return pb.GetModelReply(
-            family=info.family,
-            name=info.name,
-            hidden=info.hidden,
-            intermediate=info.intermediate,
-            num_experts=info.num_experts,
-            top_k=info.top_k,
-            dtype=wire.DTYPES[str(info.dtype).removeprefix("torch.")],
-            layers=self._calls.engine.layers,
-            activation=info.activation.kind,
-            scoring=info.gate.scoring,
-            shared_intermediate=info.shared_intermediate,
-            quantisation=info.quant.scheme,
-            fingerprint=info.fingerprint,
-            max_tokens_per_request=limits.max_tokens_per_request,
-            max_message_bytes=limits.max_message_bytes,
-            server_version=__version__,
-        )
+        engine = self._calls.engine
+        return model_reply(engine.info, engine.layers, self._calls.limits)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusReply:
         engine, seen = self._calls.engine.status(), self._calls.observer

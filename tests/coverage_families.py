@@ -106,7 +106,6 @@ CASES: dict[str, Case] = {
     "hunyuan_v1_moe": _plain(head_dim=8, num_experts=8, moe_topk=2),
     "hy_v4_vl": _text(rope_parameters={**_ROPE, "mrope_section": [2, 1, 1]}),
     "inkling": Case(architecture="InklingForCausalLM"),  # its vision tower needs scipy
-    "kimi_k25": _text(first_k_dense_replace=1, n_group=1, topk_group=1),
     "jamba": _plain(
         num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1
     ),

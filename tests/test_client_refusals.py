@@ -1,5 +1,6 @@
 """What a client refuses before it sends anything, and how long it tries again."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +122,33 @@ async def test_what_cannot_be_sent_is_refused_before_it_is(what):
     async with AsyncClient(NOBODY) as client:
         with pytest.raises(InvalidRequest, match=rf"^{field}: .*{message}"):
             await client.forward(1, **arguments)
+
+
+GRADIENTS = {
+    "hidden states": ({"hidden": X.clone().requires_grad_()}, "hidden_states"),
+    "weights of a router that learns": (
+        {"hidden": X, "topk_ids": torch.zeros(2, 1).int(), "topk_weights": torch.ones(2, 1).requires_grad_()},
+        "topk_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GRADIENTS)
+async def test_a_tensor_that_requires_a_gradient_is_refused_unless_torch_records_none(what):
+    arguments, field = GRADIENTS[what]
+    refused = partial(pytest.raises, InvalidRequest, match=f"^{field}: requires a gradient.*under torch.no_grad")
+    with serving_in_thread(FakeEngine()) as server, Client(server.address) as client:
+        for call in (client.forward, client.forward_async):
+            with refused():
+                call(1, **arguments)
+        with torch.no_grad():
+            assert torch.equal(client.forward(1, **arguments), X)
+    async with serving(FakeEngine()) as server, AsyncClient(server.address) as client, client.stream() as stream:
+        for call in (client.forward, stream.forward):
+            with refused():
+                await call(1, **arguments)
+            with torch.no_grad():
+                assert torch.equal(await call(1, **arguments), X)
 
 
 def test_a_negated_view_is_sent_as_its_values():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epserve.errors import EpserveError, InvalidRequest, TooLarge
-from epserve.modular_kernel import check_routing
+from epserve.modular_kernel import GateSpec, check_routing
 from epserve.runtime import engine as engine_module
 from epserve.runtime.engine import Engine
 from epserve.runtime.planning import Batch
@@ -30,6 +30,14 @@ def batch(ids, weights=None, **more) -> Batch:
     ids = torch.tensor(ids)
     weights = torch.ones(ids.shape) if weights is None else torch.tensor(weights)
     return Batch(layer=1, hidden=torch.ones(len(ids), 32), ids=ids, weights=weights, deadline=0.0, **more)
+
+
+def test_who_asks_for_a_gate_that_is_not_computed_learns_why():
+    gate = GateSpec(top_k=3, scoring="client", refusal="scoring_func is 'softmax'")
+    engine = SimpleNamespace(plan=ENGINE.plan, info=tiny_info(gate=gate))
+    request = Batch(layer=1, hidden=torch.ones(1, 32), ids=None, weights=None, deadline=0.0)
+    with pytest.raises(InvalidRequest, match=r"no gate for tiny \(scoring_func is 'softmax'\), the client chooses"):
+        Engine._check(engine, request)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -267,6 +268,27 @@ def test_integer_weights_are_refused(folder):
 def test_wrong_config_keys_are_named(keys, message, folder):
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(edit_config(folder, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 8},
+            "top_k 8 is more than the experts of 1 groups of 4",
+        ),
+        ({"n_group": 3}, "8 experts do not divide into 3 groups"),
+        ({"n_group": 2, "topk_group": 3}, r"top_groups must lie in 1\.\.num_groups \(2\), got 3"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax', only 'sigmoid' is known"),
+    ],
+)
+def test_a_gate_that_is_not_computed_is_left_to_clients(keys, message, folder):
+    """Its experts are served all the same."""
+    wanted = open_checkpoint(folder).load_layer(LAYER, [3]).experts.w2_eKN
+    found = open_checkpoint(edit_config(folder, **keys))
+    assert found.info.gate.scoring == "client"
+    assert re.search(message, found.info.gate.refusal)
+    assert torch.equal(found.load_layer(LAYER, [3]).experts.w2_eKN, wanted)
 
 
 def test_damaged_files_are_named(original, tmp_path):

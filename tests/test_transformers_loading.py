@@ -20,7 +20,7 @@ from epserve.models.tensors import TensorReader, read_json
 from epserve.modular_kernel import Activation, ExpertLayout, ExpertShape, ExpertWeights, LayerSpec, why_not
 from experts.loop import expert_mlp
 
-from .coverage_families import architecture
+from .coverage_families import CASES, Case, architecture
 from .coverage_table import quantise_experts, write_checkpoint
 
 FORMS = {
@@ -222,7 +222,13 @@ def test_a_quantisation_that_is_not_loaded(checkpoint, tmp_path):
         ("kimi_k25", ["KimiK25ForConditionalGeneration"]),
     ],
 )
-def test_model_type_says_which_class_it_is_where_architectures_do_not(checkpoint, tmp_path, family, architectures):
+def test_model_type_says_which_class_it_is_where_architectures_do_not(
+    checkpoint, tmp_path, family, architectures, monkeypatch
+):
+    experts = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    monkeypatch.setitem(
+        CASES, "kimi_k25", Case(overrides={"text_config": experts})
+    )  # its experts are of another family
     path = changed(checkpoint(family), tmp_path, config={"architectures": architectures})
     found, wanted = opened(path), opened(checkpoint(family))
     assert found.info.layers == wanted.info.layers

@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -272,7 +273,6 @@ def test_another_experts_implementation_says_why_it_cannot(remote, local):
 
 def adapter(folder, local, **targets):
     """A LoRA with weights that matter."""
-    peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **targets)
     adapted = peft.get_peft_model(local, config)
@@ -303,9 +303,7 @@ def one_linear_an_expert(folder, path, modules=("gate_proj", "up_proj", "down_pr
 
 
 def by_peft(model, path, folder):
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model(path), folder)
+    return peft.PeftModel.from_pretrained(model(path), folder)
 
 
 def by_load_adapter(model, path, folder):
@@ -346,7 +344,6 @@ def test_adapters_of_stacked_experts(checkpoint, services, local, tmp_path, way,
 
 @WAYS
 def test_adapters_of_one_linear_an_expert(checkpoint, services, tmp_path, way):
-    pytest.importorskip("peft")
     folder, service = one_linear_an_expert(tmp_path, checkpoint("qwen3_moe")), services("qwen3_moe")
     with refused(f"adapter: its targets {EXPERTS}"):
         way(lambda each: epserve.transformers.from_pretrained(each, service), checkpoint("qwen3_moe"), folder)
@@ -362,14 +359,12 @@ def test_adapters_of_one_linear_an_expert(checkpoint, services, tmp_path, way):
     ids=str,
 )
 def test_new_adapters_of_experts(remote, targets):
-    peft = pytest.importorskip("peft")
     with refused(f"adapter: its targets {EXPERTS[:-2]}"):
         peft.get_peft_model(remote, peft.LoraConfig(r=4, **targets))
     assert logits(remote).isfinite().all()
 
 
 def test_new_adapters_of_a_block_that_is_remote(checkpoint, services):
-    peft = pytest.importorskip("peft")
     gated = epserve.transformers.from_pretrained(checkpoint("deepseek_v3"), services("deepseek_v3", "remote"))
     for targets in (r".*shared_experts\.(gate|up|down)_proj", "all-linear"):
         with refused(r"adapter: its targets model\.layers\.1\.mlp\."):

@@ -47,10 +47,11 @@ def served_activation(reply: pb.GetModelReply) -> Activation | None:
     """Returns what the service's experts compute, or None where an older service does not tell it."""
     if not reply.HasField("expert_activation"):
         return None
-    told, optional = reply.expert_activation, ("limit", "output_norm_eps")
+    told = reply.expert_activation
     return Activation(
-        **{
-            field.name: getattr(told, field.name) if field.name not in optional or told.HasField(field.name) else None
-            for field in fields(Activation)
-        }
+        kind=told.kind,
+        gated=told.gated,
+        limit=told.limit if told.HasField("limit") else None,
+        alpha=told.alpha,
+        output_norm_eps=told.output_norm_eps if told.HasField("output_norm_eps") else None,
     )

@@ -32,7 +32,7 @@ def guard() -> None:
             check(self.peft_config[adapter_name], model)
         return original(self, model, adapter_name, *args, **kwargs)
 
-    BaseTuner.inject_adapter = inject_adapter
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
 
 
 def check(config: Any, model: nn.Module) -> None:

@@ -62,7 +62,10 @@ def differences(
 
 
 def local_fingerprint(path: str) -> str | None:
-    """Of the checkpoint that is being loaded; None, with a warning, where its files are not safetensors in a folder."""
+    """Returns that of the checkpoint that is being loaded.
+
+    None, with a warning, where its files are not safetensors in a folder.
+    """
     try:
         found = transformers.utils.cached_file(path, "config.json", local_files_only=True)
         folder = Path(str(found)).parent

@@ -156,7 +156,7 @@ def bind(module: nn.Module, name: str, binding: Binding, mixin: type[RemoteModul
     """Empties `module` and everything in it, binds it to a service and returns the names of the weights that it had."""
     emptied = {key for path, part in module.named_modules(prefix=name) for key in _empty(path, part)}
     for part in module.modules():
-        part.__class__ = _subclass(type(part), mixin if part is module else RemoteModule)
+        part.__class__ = _subclass(type(part), mixin if part is module else RemoteModule)  # type: ignore[arg-type]
     vars(module)[BINDING] = binding
     return emptied
 

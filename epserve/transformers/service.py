@@ -38,7 +38,7 @@ class Service:
 
     @property
     def max_tokens(self) -> int:
-        """Of one request; longer batches become several."""
+        """The most tokens of one request; longer batches become several."""
         row = self.model.hidden * 4 + self.model.top_k * 8  # float32 rows, int32 ids, float32 weights
         return max(1, min(self.model.max_tokens_per_request, self.model.max_message_bytes // row))
 

@@ -10,4 +10,4 @@ def boot_id() -> str:
 
     Raises OSError where the system has none (not Linux).
     """
-    return BOOT_ID.read_text().strip()
+    return BOOT_ID.read_text(encoding="utf-8").strip()

@@ -337,7 +337,7 @@ class _NoDuplicates(yaml.SafeLoader):
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """A YAML file's mapping; `what` it is, for messages. Raises ConfigError, for two equal keys as well."""
     try:
-        data = yaml.load(path.read_text(), _NoDuplicates)
+        data = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist") from None
     except ConfigError as error:
@@ -367,7 +367,7 @@ def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[
 def read_token(path: Path) -> str:
     """The first word of a client's token file. Raises ConfigError."""
     try:
-        return path.read_text().split()[0]
+        return path.read_text(encoding="utf-8").split()[0]
     except IndexError:
         raise ConfigError(f"token file {path} is empty") from None
     except (OSError, UnicodeDecodeError) as error:

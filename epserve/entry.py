@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 
 from epserve.early_signals import NUMBERS, leave
 
@@ -12,6 +14,9 @@ def main() -> None:
     for number in NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so starts what a shell has put into the background
             signal.signal(number, leave)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name beyond the locale's alphabet is no reason to end
     from epserve import cli
 
     cli.main()

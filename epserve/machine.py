@@ -27,7 +27,7 @@ def most_threads() -> int:
 def _limits(controller: str, name: str, old_name: str) -> Iterator[int]:
     """The numbers in a file of this process's cgroup and of those around it, in both versions of cgroups."""
     try:
-        lines = OWN_CGROUP.read_text().splitlines()
+        lines = OWN_CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -40,7 +40,7 @@ def _limits(controller: str, name: str, old_name: str) -> Iterator[int]:
             if not folder.is_relative_to(root):
                 break
             try:
-                text = (folder / file).read_text().strip()
+                text = (folder / file).read_text(encoding="utf-8").strip()
             except OSError:
                 continue  # a container sees its own group at the root
             if text.isdigit() and int(text) < NO_LIMIT:

@@ -26,6 +26,8 @@ START_STOP_S = 2.0
 """Nothing has been accepted during a start, so that nothing is worth a longer wait: Ray's own start cannot be broken off for up
 to half a minute."""
 KILL_S = 5.0
+AGAIN_S = 5.0
+"""Between two attempts to write the ready file."""
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 Listen = Callable[[Callable[[], None]], None]
@@ -146,17 +148,52 @@ def claim(ready_file: Path) -> None:
 
 @contextmanager
 def write_ready(ready_file: Path | None, facts: Mapping[str, Any]) -> Iterator[None]:
-    """There, whole, while the block runs."""
+    """The file is there, whole, while the block runs.
+
+    Where it cannot be written, as on a full disk, the block runs all the same and the file is tried again.
+    """
     if ready_file is None:
         yield
         return
-    scratch = ready_file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(facts))
-    scratch.replace(ready_file)
+    over = threading.Event()
+    trying = None
+    if error := _written(ready_file, facts):
+        log.error(
+            "ready file %s cannot be written: %s; the service goes on and tries again every %g s",
+            ready_file,
+            error,
+            AGAIN_S,
+        )
+        trying = threading.Thread(target=_write_later, args=(ready_file, facts, over), daemon=True)
+        trying.start()
     try:
         yield
     finally:
-        ready_file.unlink(missing_ok=True)
+        over.set()
+        if trying is not None:
+            trying.join()
+        with contextlib.suppress(OSError):
+            ready_file.unlink(missing_ok=True)
+
+
+def _written(ready_file: Path, facts: Mapping[str, Any]) -> str:
+    """Why the file could not be written; empty: it is there."""
+    scratch = ready_file.with_suffix(".tmp")
+    try:
+        scratch.write_text(json.dumps(facts), encoding="utf-8")
+        scratch.replace(ready_file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        return error.strerror or str(error)
+    return ""
+
+
+def _write_later(ready_file: Path, facts: Mapping[str, Any], over: threading.Event) -> None:
+    while not over.wait(AGAIN_S):
+        if not _written(ready_file, facts):
+            log.info("ready file %s is written", ready_file)
+            return
 
 
 async def _until(stop: asyncio.Event, work: Coroutine) -> None:

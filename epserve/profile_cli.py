@@ -117,7 +117,7 @@ def benchmarks(root: Path) -> dict[str, str]:
     """Programs under `benchmarks/`: name -> the first sentence of the docstring."""
     found = {}
     for path in sorted((root / "benchmarks").glob("*.py")):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
             found[path.stem] = " ".join(about.split())

@@ -165,7 +165,7 @@ def write(path: Path, machine: Machine, layer: Layer, tuned: Tuned) -> str | Non
     fresh = path.with_suffix(f".{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(content, indent=1))
+        fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
         fresh.replace(path)  # a reader never sees half of one
     except OSError as error:
         return f"{path} cannot be written, the next start has nothing of it: {error}"
@@ -177,7 +177,7 @@ def _load(path: Path) -> dict:
         size = path.stat().st_size
         if size > LARGEST:
             raise Unusable(f"it has {size} bytes, a table has at most {LARGEST}")
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unusable("no such file") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -76,7 +76,7 @@ def read_cells(cells: dict) -> Table:
 def shipped(device_name: str) -> Table:
     """From `tuned/`; empty for a device that was not measured."""
     file = resources.files("experts") / "tuned" / (device_name.lower().replace(" ", "_") + ".json")
-    return read_cells(json.loads(file.read_text())["cells"]) if file.is_file() else {}
+    return read_cells(json.loads(file.read_text(encoding="utf-8"))["cells"]) if file.is_file() else {}
 
 
 class Picked(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from epserve import service
 from epserve.cluster import node
 from epserve.models.demo import write_demo_checkpoint
+from epserve.process import write_ready
 from tests.grpc_calls import until
 
 CONFIG = SimpleNamespace(engine=SimpleNamespace(ranks=2), server=SimpleNamespace(host="127.0.0.1"))
@@ -76,6 +77,22 @@ async def test_a_signal_while_the_ranks_load_ends_it_too(parts, tmp_path):
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(task, 30) == 128 + signal.SIGTERM
     assert parts.history == ["closed"]
+    assert not ready.exists()
+
+
+async def test_a_ready_file_that_cannot_be_written_is_tried_again_and_the_service_goes_on(
+    tmp_path, monkeypatch, caplog
+):
+    """As on a full disk. A service that worked was thrown away."""
+    monkeypatch.setattr("epserve.process.AGAIN_S", 0.05)
+    ready, taken = tmp_path / "ready", tmp_path / "ready.tmp"
+    taken.mkdir()  # no file can be written there, by any user
+    with write_ready(ready, {"port": 1}):
+        assert not ready.exists()
+        assert f"ready file {ready} cannot be written: Is a directory; the service goes on" in caplog.text
+        taken.rmdir()
+        await until(ready.exists)
+        assert json.loads(ready.read_text()) == {"port": 1}
     assert not ready.exists()
 
 

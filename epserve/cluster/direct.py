@@ -38,7 +38,7 @@ class Direct:
 
     @classmethod
     def read(cls, file: ClusterFile, ssh: Ssh) -> Direct:
-        return cls(file=file, ssh=ssh, data=yaml.safe_load(file.path.read_text()))
+        return cls(file=file, ssh=ssh, data=yaml.safe_load(file.path.read_text(encoding="utf-8")))
 
     def start(self, hosts: Sequence[str]) -> None:
         """Set up and start Ray on these nodes; the others are left alone."""
@@ -83,7 +83,9 @@ class Direct:
         where = remote if slash else str(Path(remote).parent)
         made = self.ssh.run(host, f"mkdir -p {where}", timeout=60)  # unquoted: ~ is the node's home directory
         words = ["rsync", "-az", *excludes, "-e", shlex.join(ssh), f"{source}{slash}", f"{target}:{remote}{slash}"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=limit, check=False
+        )
         if made.returncode or done.returncode:
             raise ClusterError(
                 f"{host}: {local} could not be copied to {remote}: {(made.stderr + done.stderr).strip()[-400:]}"

@@ -105,7 +105,7 @@ def schema_problems(data: Any) -> list[str]:
     schema = Path(next(iter(spec.submodule_search_locations))) / "autoscaler" / "ray-schema.json"
     if isinstance(data, dict) and isinstance(data.get("provider"), dict) and data["provider"].get("type") == "local":
         data = {key: value for key, value in data.items() if key != "min_workers"}  # Ray takes it out before it looks
-    validator = jsonschema.Draft7Validator(json.loads(schema.read_text()))
+    validator = jsonschema.Draft7Validator(json.loads(schema.read_text(encoding="utf-8")))
     errors = sorted(validator.iter_errors(data), key=lambda error: [str(part) for part in error.absolute_path])
     return [f"{'.'.join(str(part) for part in error.absolute_path) or 'file'}: {error.message}" for error in errors]
 

@@ -180,11 +180,11 @@ class Cluster:
         start = time.monotonic()
         log = self.home / "ray-up.log"
         code = self._logged(words, log)
-        if code != 0 and SLOW_START in log.read_text(errors="replace"):
+        if code != 0 and SLOW_START in log.read_text(encoding="utf-8", errors="replace"):
             self.say("Ray took longer to start than it gives itself; ray up once more ...")
             code = self._logged(words, log)
         if code != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
             raise ClusterError(f"`ray up` ended with {code}; the end of {log}:\n{tail}")
         self.say(f"ray up took {time.monotonic() - start:.0f} s")
 
@@ -233,7 +233,7 @@ class Cluster:
         if restart:
             grace = service.scheduler.drain_timeout_s
             self.ssh.call(head, "stop-service", folder=self.remote, grace=grace, wait=grace + 30)
-        text = self.file.service.read_text()
+        text = self.file.service.read_text(encoding="utf-8")
         started = self.ssh.call(head, "start-service", folder=self.remote, config=text)
         if not started["started"]:
             same = "" if started["same"] else " with another configuration; --restart-service applies the new one"
@@ -266,7 +266,9 @@ class Cluster:
 
     def _ray(self, *words: str, check: bool = True) -> list[str]:
         command = [*self._ray_words(), *words, str(self.file.path)]
-        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=self._environment(), capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if done.returncode != 0 and check:
             raise ClusterError(f"`ray {' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-800:]}")
         return done.stdout.split() if done.returncode == 0 else []

@@ -84,7 +84,7 @@ def _port_user(address: str, port: int) -> str:
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
-            for fields in (line.split() for line in Path(table).read_text().splitlines()[1:]):
+            for fields in (line.split() for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]):
                 if fields[1].endswith(wanted) and fields[3] == listening:
                     inodes.add(f"socket:[{fields[9]}]")
     for pid, words in processes().items():
@@ -153,7 +153,7 @@ def _parents() -> dict[int, int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError):
-                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                fields = Path("/proc", name, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 if fields[0] != "Z":
                     parents[int(name)] = int(fields[1])
     return parents
@@ -266,9 +266,9 @@ def start_service(folder: str, config: str) -> dict:
     """Write the configuration and start the supervisor, detached; it starts the service and restarts it when it dies."""
     base = _folder(folder)
     if _supervisor(base):
-        return {"started": False, "same": (base / CONFIG).read_text() == config}
+        return {"started": False, "same": (base / CONFIG).read_text(encoding="utf-8") == config}
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (base / CONFIG).write_text(config)
+    (base / CONFIG).write_text(config, encoding="utf-8")
     for name in (READY, STATE):
         (base / name).unlink(missing_ok=True)
     path = base / LOG
@@ -341,13 +341,13 @@ def _folder(folder: str) -> Path:
 def _this_cluster() -> str:
     """The head's address that Ray wrote down here; port 0, which nothing uses, when Ray never ran."""
     with contextlib.suppress(OSError):
-        return Path("/tmp/ray/ray_current_cluster").read_text().strip() or "127.0.0.1:0"
+        return Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip() or "127.0.0.1:0"
     return "127.0.0.1:0"
 
 
 def _read(path: Path) -> dict | None:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

@@ -49,7 +49,7 @@ class Ssh:
         """Run one action of `epserve.cluster.node` on a node; its source travels with the call, so nothing has to be
         installed there but Python. Raises Unreachable, or ClusterError when the action fails."""
         words = ["python3", "-", action, json.dumps(arguments)]
-        done = self.run(host, shlex.join(words), timeout=wait, stdin=NODE_PROGRAM.read_text())
+        done = self.run(host, shlex.join(words), timeout=wait, stdin=NODE_PROGRAM.read_text(encoding="utf-8"))
         lines = done.stdout.strip().splitlines()
         if done.returncode != 0 or not lines:
             raise ClusterError(f"{host}: {action} failed: {_clean(done.stderr) or f'exit code {done.returncode}'}")
@@ -59,7 +59,9 @@ class Ssh:
         """`command` in the environment that Ray's own commands get: an interactive login shell that reads ~/.bashrc."""
         words = [*self.words(host), "bash", "--login", "-i", "-c", shlex.quote(f"source ~/.bashrc; {command}")]
         try:
-            done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout)
+            done = subprocess.run(
+                words, input=stdin, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout
+            )
         except subprocess.TimeoutExpired:
             raise ClusterError(f"{host}: no answer within {timeout:.0f} s to: {command.splitlines()[0][:80]}") from None
         if done.returncode == 255:  # OpenSSH's own failures

@@ -63,7 +63,7 @@ def supervise(folder: Path, words: list[str]) -> int:
 
 def _note(folder: Path, **facts) -> None:
     scratch = folder / f"{STATE}.tmp"
-    scratch.write_text(json.dumps({**facts, "since": time.time()}))
+    scratch.write_text(json.dumps({**facts, "since": time.time()}), encoding="utf-8")
     scratch.replace(folder / STATE)
 
 

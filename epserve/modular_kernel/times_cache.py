@@ -54,7 +54,7 @@ class TimesCache:
             with self._locked():
                 content = self._load() | {self.key: {str(bucket): seen for bucket, seen in times.items()}}
                 fresh = self.path.with_suffix(".new")
-                fresh.write_text(json.dumps(content, indent=1))
+                fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
                 fresh.replace(self.path)  # a reader never sees half of one
         except OSError as error:
             LOG.warning("%s cannot be written, the next start measures again: %s", self.path, error)
@@ -79,7 +79,7 @@ class TimesCache:
         if self.path is None:
             return {}
         try:
-            found = json.loads(self.path.read_text())
+            found = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

@@ -39,4 +39,4 @@ def start_ticks() -> int:
 
 def _stat(pid: int) -> list[str]:
     """From field 3, the state, on (proc(5)); the name before it may hold anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -27,7 +27,7 @@ def generate() -> dict[str, str]:
         if protoc.main(["protoc", f"-I{HERE}", *outputs, *(str(HERE / proto) for proto in PROTOS)]) != 0:
             raise RuntimeError(f"{', '.join(PROTOS)}: one does not compile; protoc said why above")
         names = [proto.removesuffix(".proto") + ending for proto in PROTOS for ending in STUBS]
-        made = {name: (Path(folder) / name).read_text() for name in names}
+        made = {name: (Path(folder) / name).read_text(encoding="utf-8") for name in names}
     return {name: _adapt(text) if name.endswith("_grpc.py") else text for name, text in made.items()}
 
 
@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     stale = []
     for name, text in generate().items():
         path = HERE / name
-        if path.exists() and path.read_text() == text:
+        if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(name)
         if not check:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     if stale and check:
         print(f"stale: {', '.join(stale)}; run `python -m epserve.serving.generate`", file=sys.stderr)
         return 1

@@ -62,7 +62,7 @@ class StatusPage:
         self._observer, self._config, self._accounts, self._state = observer, config, accounts, state
         self._metrics = make_wsgi_app(observer.metrics.registry)
         self._server: _HttpServer | None = None
-        page = PAGE.read_text()
+        page = PAGE.read_text(encoding="utf-8")
         self._page, self._policy = page.encode(), content_policy(page)
 
     @property

@@ -89,7 +89,7 @@ def exporting(endpoint: str, ratio: float) -> Any:
     exporter = OTLPSpanExporter(
         endpoint=endpoint,
         insecure=not endpoint.startswith("https://"),
-        channel_options=tuple(proxies.channel_options(address)),
+        channel_options=tuple(proxies.channel_options(address)),  # type: ignore[arg-type]  # of strings, it says
     )
     quiet = logging.getLogger("opentelemetry")
 

@@ -185,34 +185,6 @@ def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_named(monkeypatch, 
     check_host(config, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("home", "told"),
-    [
-        (
-            "{file}",
-            r"HOME .*file: Ray cannot keep its token below it \(Not a directory\); set HOME .* or RAY_AUTH_TOKEN",
-        ),
-        ("/proc/no", r"HOME /proc/no: Ray cannot keep its token below it \(No such file"),
-        ("", r"HOME is not set and user \d+ has no home, where Ray keeps its token; set HOME"),
-    ],
-)
-def test_a_home_that_cannot_be_written_is_named(monkeypatch, tmp_path, home, told):
-    config = parse_config({"model": {"path": "x"}})
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    check_host(config, "cpu")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HOME", home.format(file=tmp_path / "file"))
-    if not home:
-        monkeypatch.delenv("HOME")
-        monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
-    with pytest.raises(ConfigError, match=told):
-        check_host(config, "cpu")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef0123456789abcdef")
-    check_host(config, "cpu")
-
-
 def test_little_shared_memory_is_said(monkeypatch, caplog):
     usage = SimpleNamespace(free=2 << 20, total=2 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)

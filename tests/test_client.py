@@ -233,12 +233,12 @@ import asyncio, os, threading
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray, torch
 from epserve.client import Client
-from epserve.runtime.cluster import _start
+from epserve.runtime.own_ray import OwnRay
 from tests.fake_engine import FakeEngine, serving
 
 def start_ray():
     # On a cluster of its own: without an address Ray joins whatever runs on this machine.
-    _start(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    OwnRay().start(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
 
 def ask_ray():
     @ray.remote(num_cpus=0.1)

@@ -280,10 +280,12 @@ def test_stop_service_ends_the_whole_tree_of_a_service_that_ignores_signals(tmp_
     process.wait(WAIT_S)  # far less than the 300 s that it sleeps
 
 
-def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failures_are_not(monkeypatch):
+def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failures_are_not(monkeypatch, tmp_path):
     import ray
 
-    from epserve.runtime import cluster
+    from epserve.runtime.own_ray import OwnRay
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
     calls, left, failures = [], [], ["The current node timed out during startup. This could", "no space left on device"]
 
@@ -294,10 +296,12 @@ def test_a_slow_start_of_ray_is_tried_again_without_what_it_left_and_other_failu
 
     monkeypatch.setattr(ray, "init", init)
     before = subprocess.Popen(["sleep", "300"])
+    own = OwnRay()
     try:
         with pytest.raises(Exception, match="no space left"):
-            cluster._start(num_cpus=1)
-        assert calls == [{"address": "local", "num_cpus": 1}] * 2
+            own.start(num_cpus=1)
+        own.close()
+        assert calls == [{"address": "local", "num_cpus": 1, "_temp_dir": str(own.folder / "ray")}] * 2
         assert left[0].wait(WAIT_S) == -signal.SIGTERM and before.poll() is None
     finally:
         for process in (before, *left):

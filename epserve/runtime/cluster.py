@@ -18,11 +18,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from epserve import logs
-from epserve.cluster import node
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
 
 from . import FOR_US_ALONE, OWN_SIGNALS
+from .own_ray import OwnRay, on_loopback
 from .reports import RankFacts
 
 log = logging.getLogger(__name__)
@@ -31,22 +31,21 @@ CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 1.0
 OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
-SLOW_START = "timed out during startup"
-START_ATTEMPTS = 3
 OTHER_VERSION = "Version mismatch"
 SHOWN_CHARACTERS = 600
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
 
 
 @dataclass(slots=True)
 class Cluster:
-    """`started`: this process started it and stops it. `joined`: this process connected and disconnects."""
+    """`joined`: this process connected and disconnects. `own`: it also started the cluster and removes its files."""
 
-    started: bool
     joined: bool
     namespace: str
     control: str = ""
     """host:port of Ray's control service."""
+    own: OwnRay | None = None
 
     @classmethod
     def connect(cls, config: Config) -> Cluster:
@@ -59,7 +58,7 @@ class Cluster:
         logs.adopt("ray")
         namespace = f"epserve-{secrets.token_hex(4)}"
         if ray.is_initialized():
-            return cls(started=False, joined=False, namespace=namespace, control=_control())
+            return cls(joined=False, namespace=namespace, control=_control())
         common: dict[str, Any] = {
             "namespace": namespace,
             "logging_level": logging.ERROR,
@@ -67,30 +66,31 @@ class Cluster:
             "configure_logging": False,
         }
         if address == "local":
-            # NOTE: RAY_AUTH_MODE stays as the operator has it. Unset, Ray 2.60 asks for a token on a cluster that it
-            # starts here; setting it after `import ray` would be half seen and break the start.
             cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
             try:
+                own = OwnRay()
                 with _quiet():
-                    _start(
+                    own.start(
                         num_cpus=max(cpus, os.cpu_count() or 1),
                         include_dashboard=False,
                         object_store_memory=OBJECT_STORE_BYTES,
                         **common,
                     )
+            except ConfigError:
+                raise
             except Exception as error:
                 log.debug("Ray did not start", exc_info=True)
                 raise ConfigError(f"Ray did not start on this machine: {_one_line(error)}") from None
-            return cls(started=True, joined=True, namespace=namespace, control=_control())
-        _probe(address)
+            return cls(joined=True, namespace=namespace, control=_control(), own=own)
+        only_here = _probe(address)
         try:
-            with _quiet():
+            with _quiet(), on_loopback() if only_here else contextlib.nullcontext():
                 ray.init(address=address, **common)
         except Exception as error:  # Ray raises a different class for each stage of connecting
             raise ConfigError(
                 f"no Ray cluster answers at {address!r}: {_one_line(error)}{_hint(address, error)}"
             ) from None
-        return cls(started=False, joined=True, namespace=namespace, control=_control())
+        return cls(joined=True, namespace=namespace, control=_control())
 
     def answers(self) -> bool:
         """Whether Ray's control service is there; blocks for up to two seconds.
@@ -110,7 +110,9 @@ class Cluster:
         if self.joined and ray.is_initialized():
             with _quiet():
                 ray.shutdown()
-        self.joined = False
+        if self.own is not None:
+            self.own.close()
+        self.joined, self.own = False, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,28 +201,13 @@ class Gang:
         self._free.clear()
 
 
-def _start(**options: Any) -> None:
-    """Ray gives its own start 30 s, a constant in its code, which a busy machine exceeds: then it is tried again.
+def _probe(address: str) -> bool:
+    """Whether the cluster listens on loopback only. Raises ConfigError where nothing listens.
 
-    What an attempt leaves running goes first: Ray forgets it, and it would live as long as this process.
+    A port that nothing listens on costs Ray 20 s and a page of log. A plain connection tells at once.
     """
-    for attempt in range(1, START_ATTEMPTS + 1):
-        before = node.descendants({os.getpid()})
-        try:
-            ray.init(address="local", **options)
-            return
-        except Exception as error:  # Ray raises a plain Exception here
-            if SLOW_START not in str(error) or attempt == START_ATTEMPTS:
-                raise
-        log.warning("Ray took longer to start than it gives itself; starting it again")
-        ray.shutdown()
-        node.end(node.descendants({os.getpid()}) - before, 1.0)
-
-
-def _probe(address: str) -> None:
-    """A port that nobody listens on costs Ray 20 s and a page of log; a plain connection tells at once."""
     if address == "auto":
-        return
+        return False
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"cluster.address {address!r} is not 'local', 'auto' or host:port")
@@ -228,6 +215,13 @@ def _probe(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address, error)}") from None
+    if host not in LOOPBACK:
+        return False
+    try:  # where Ray looks instead when it is told one of these
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def _plain_excepthook() -> None:

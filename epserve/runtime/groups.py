@@ -37,8 +37,12 @@ class StoreActor:
 
     def __init__(self):
         self._host = ray.util.get_node_ip_address()
-        # Port 0: the kernel picks a free one while it binds; picking one beforehand would be a race.
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        # Torch itself would listen on all addresses. The kernel picks a port that is free while it binds.
+        listener = socket.create_server((self._host, 0))
+        self._store = dist.TCPStore(
+            self._host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
 
     def address(self, generation: int) -> GroupAddress:
         return GroupAddress(host=self._host, port=self._store.port, generation=generation)

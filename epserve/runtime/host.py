@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
-from pathlib import Path
 
 import ray
 import torch
@@ -15,19 +13,20 @@ from epserve.config import Config
 from epserve.errors import ConfigError
 
 from .cluster import OBJECT_STORE_BYTES
+from .own_ray import temporary_folder
 
 log = logging.getLogger(__name__)
 
 SHM = "/dev/shm"
 MIB = 1 << 20
 SOCKET_PATH_BYTES = 107  # of a Unix socket on Linux
-RAY_SOCKET = "/ray/session_2026-12-31_23-59-59_999999_{}/sockets/plasma_store"
+RAY_SOCKET = "/epserve-12345678/ray/session_2026-12-31_23-59-59_999999_{}/sockets/plasma_store"
 """The longest that Ray makes below its folder for temporary files, with the number of the process that starts it."""
 
 
 def check_host(config: Config, device: str) -> None:
-    """Raises ConfigError for too few GPUs, a long path of temporary files or a home that cannot be written, and warns of
-    little shared memory. Takes milliseconds.
+    """Raises ConfigError for too few GPUs or a long path of temporary files, and warns of little shared memory. Takes
+    milliseconds.
 
     Says nothing of clusters that are joined: what they have is on other machines.
     """
@@ -36,7 +35,6 @@ def check_host(config: Config, device: str) -> None:
     if device == "cuda":
         _check_gpus(config)
     _check_sockets()
-    _check_home()
     if os.path.isdir(SHM):
         _check_shared_memory(shutil.disk_usage(SHM).free)
 
@@ -58,8 +56,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def _check_sockets() -> None:
-    setting = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"  # Ray looks at both, in this order
-    folder = os.environ.get(setting, "/tmp")
+    setting, folder = temporary_folder()
     below = RAY_SOCKET.format(os.getpid())
     room, have = SOCKET_PATH_BYTES - len(below), len(os.fsencode(folder))
     if have > room:
@@ -67,27 +64,6 @@ def _check_sockets() -> None:
             f"{setting} {folder}: {have} characters, and Ray's sockets below it can have paths of {SOCKET_PATH_BYTES} at"
             f" most; set RAY_TMPDIR to a folder whose path has at most {room}, such as /tmp"
         )
-
-
-def _check_home() -> None:
-    """Ray makes a token for the cluster that it starts and keeps it in the user's home."""
-    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return
-    remedy = "set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a secret (openssl rand -hex 32)"
-    try:
-        home = Path.home()
-        folder = home / ".ray"
-        if (folder / "auth_token").exists():
-            return
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        tempfile.TemporaryFile(dir=folder).close()
-    except RuntimeError:
-        raise ConfigError(
-            f"HOME is not set and user {os.getuid()} has no home, where Ray keeps its token; {remedy}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"HOME {home}: Ray cannot keep its token below it ({error.strerror}); {remedy}") from None
 
 
 def _check_shared_memory(free: int) -> None:

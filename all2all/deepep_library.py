@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from epserve.errors import ConfigError
 from epserve.modular_kernel import LayerSpec, RankContext, Routing
+from epserve.modular_kernel.gathering import gather
 from epserve.modular_kernel.quantization import BLOCK, FP8, quantise_blocks
 
-from .symmetric import GIB, gather
+from .symmetric import GIB
 
 TILE = 32  # tokens of one program
 CHUNK = 1024  # columns that one program quantises at a time

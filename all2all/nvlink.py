@@ -28,9 +28,10 @@ from epserve.modular_kernel import (
     Routing,
     TopKWeightAndReduceNoOP,
 )
+from epserve.modular_kernel.gathering import gather
 
 from .nvlink_heap import Heap, Layout, Slot
-from .symmetric import CUDA_PROVIDERS, Provider, gather
+from .symmetric import CUDA_PROVIDERS, Provider
 
 MAX_RANKS = 64  # addresses in a row of the kernels' table
 WARM_UP_LIMIT_S = 120.0  # the first round, at least: the ranks compile at their own pace

@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+import numpy
 import torch
 import torch.distributed as dist
 
 from epserve.errors import ConfigError, RankFailed
 from epserve.modular_kernel import RankContext
+from epserve.modular_kernel.gathering import gather
+from epserve.unix_peers import same_user
 
 GIB = 1 << 30
 
@@ -45,18 +49,6 @@ class Provider(Protocol):
 
     @classmethod
     def allocate(cls, ranks: RankContext, num_bytes: int) -> Region: ...
-
-
-def gather(ranks: RankContext, value: Any) -> list[Any]:
-    """Every rank's value, in rank order. Collective."""
-    if ranks.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * ranks.world_size
-    try:
-        dist.all_gather_object(values, value, group=ranks.group)
-    except RuntimeError as error:
-        raise RankFailed(f"set-up: rank {ranks.rank} of {ranks.world_size} got no answer from another rank") from error
-    return values
 
 
 def allocate(ranks: RankContext, num_bytes: int, providers: Sequence[type[Provider]]) -> Region:
@@ -237,11 +229,11 @@ class _DriverAllocation:
 def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
     """A descriptor of every rank's memory, valid in this process. Collective; the ranks of one host only."""
     descriptors = [-1] * ranks.world_size
+    end = time.monotonic() + ranks.timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         name = f"\0epserve-{uuid.uuid4().hex}"  # abstract: no file to clean up
         door.bind(name)
-        door.listen(ranks.world_size)
-        door.settimeout(ranks.timeout_s)
+        door.listen()
         hosts = gather(ranks, (_host(), name))
         strangers = [rank for rank, (host, _) in enumerate(hosts) if host != hosts[ranks.rank][0]]
         if strangers:
@@ -254,12 +246,22 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
                 wire.settimeout(ranks.timeout_s)
                 wire.connect(address)
                 socket.send_fds(wire, [struct.pack("i", ranks.rank)], [mine])
-        for _ in range(ranks.world_size - 1):
+        missing = set(range(ranks.world_size)) - {ranks.rank}
+        while missing:
+            door.settimeout(max(end - time.monotonic(), 1e-3))
             wire, _ = door.accept()
             with wire:
-                wire.settimeout(ranks.timeout_s)
+                if not same_user(wire):  # its memory would be taken for a rank's
+                    continue
+                wire.settimeout(max(end - time.monotonic(), 1e-3))
                 message, received, _, _ = socket.recv_fds(wire, 4, 1)
-                descriptors[struct.unpack("i", message)[0]] = received[0]
+                (rank,) = struct.unpack("i", message)
+                if rank not in missing:
+                    raise RankFailed(
+                        f"set-up: rank {ranks.rank} got memory of rank {rank}, missing are {sorted(missing)}"
+                    )
+                missing.discard(rank)
+                descriptors[rank] = received[0]
     os.close(mine)
     return descriptors
 
@@ -301,7 +303,9 @@ class NvshmemHeap:
 
         device = Device(ranks.device.index if ranks.device.index is not None else torch.cuda.current_device())
         device.set_current()
-        uid = gather(ranks, nvshmem.get_unique_id(empty=ranks.rank != 0))[0]
+        uid = nvshmem.get_unique_id(empty=ranks.rank != 0)
+        raw = uid._data.view(numpy.uint8).reshape(-1)  # nvshmem4py's own examples send it so: there is no public way
+        raw[:] = numpy.frombuffer(bytes.fromhex(gather(ranks, raw.tobytes().hex())[0]), dtype=numpy.uint8)
         nvshmem.init(device=device, uid=uid, rank=place[0], nranks=place[1], initializer_method="uid")
         cls._set_up = place
 

@@ -42,7 +42,8 @@ from epserve.modular_kernel import (
     RankContext,
     why_not,
 )
-from epserve.modular_kernel.crossover import example, gather, measure, meet
+from epserve.modular_kernel.crossover import example, measure, meet
+from epserve.modular_kernel.gathering import gather
 from epserve.modular_kernel.graphs import StepGraphs
 from epserve.modular_kernel.in_flight import TwoInFlight
 

@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from epserve.errors import ConfigError
 from .buckets import BUCKETS, bucket_of
 from .capability import LayerSpec
 from .contracts import RankContext
+from .gathering import gather
 from .types import Routing
 
 LOG = logging.getLogger("epserve.crossover")
@@ -89,7 +90,8 @@ def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], 
                 meet(ranks)
                 spans.append(_seconds(partial(run, x_MK, routing, counts), ranks.device))
             times[name] = statistics.median(spans)
-    table = Crossover(caps=dict(caps), times=slowest(gather(ranks, mine)), num_ranks=ranks.world_size)
+    of_ranks = [_times_from_json(each) for each in gather(ranks, mine)]
+    table = Crossover(caps=dict(caps), times=slowest(of_ranks), num_ranks=ranks.world_size)
     for line in table.explain():
         LOG.info("all-to-all for %s", line)
     return table
@@ -108,8 +110,17 @@ def agree(ranks: RankContext, mine: Crossover | None, caps: Mapping[str, int | N
 
     After a failure the survivors have one, perhaps of another number of ranks, and a newcomer has none.
     """
-    fitting = [table for table in gather(ranks, mine) if table is not None and dict(table.caps) == dict(caps)]
+    told = gather(ranks, asdict(mine) if mine is not None else None)
+    fitting = [
+        Crossover(caps=dict(caps), times=_times_from_json(table["times"]), num_ranks=table["num_ranks"])
+        for table in told
+        if table is not None and table["caps"] == dict(caps)
+    ]
     return next((table for table in fitting if table.num_ranks == ranks.world_size), next(iter(fitting), None))
+
+
+def _times_from_json(times: Mapping[str, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    return {int(bucket): dict(of_bucket) for bucket, of_bucket in times.items()}
 
 
 def check_budget(asked: Mapping[str, int], limit: int, *, setting: str) -> None:
@@ -132,15 +143,6 @@ def example(spec: LayerSpec, num_tokens: int, ranks: RankContext) -> tuple[torch
     x = torch.randn((num_tokens, shape.hidden), generator=generator).to(shape.dtype).to(device)
     weights = torch.full(ids.shape, 1.0 / max(ids.shape[1], 1), device=device)
     return x, Routing(ids_Mt=ids, weights_Mt=weights)
-
-
-def gather(ranks: RankContext, value) -> list:
-    """Every rank's value, in rank order. Collective."""
-    if ranks.world_size == 1:
-        return [value]
-    values = [None] * ranks.world_size
-    dist.all_gather_object(values, value, group=ranks.group)
-    return values
 
 
 def meet(ranks: RankContext) -> None:

@@ -13,6 +13,7 @@ import torch
 from epserve.client import AsyncClient
 from epserve.errors import ConfigError, NotReady
 from epserve.runtime import join_frames, join_link
+from epserve.runtime.greeting import MOST_GREETED
 from epserve.runtime.join_port import JoinPort
 from epserve.runtime.remote import RemoteEngine
 from tests.fake_engine import FakeEngine, serving
@@ -80,6 +81,15 @@ class TestStrangers:
             await until(lambda: port.front_ends == 1)
             assert port._held == 0
             await good.forward(batch(torch.ones(1, 32)))
+
+    async def test_a_flood_of_silent_strangers_keeps_no_front_end_out(self):
+        async with ordering(FakeEngine()) as port:
+            strangers = [await asyncio.to_thread(join_link.connect, port.address) for _ in range(MOST_GREETED + 5)]
+            await until(lambda: len(port._greeted) == MOST_GREETED)
+            async with joining(port) as good:
+                await good.forward(batch(torch.ones(1, 32)))
+            for each in strangers:
+                each.close()
 
     async def listen(self, link):
         while True:

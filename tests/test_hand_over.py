@@ -249,7 +249,7 @@ def test_a_peer_that_moved_on_or_is_gone_is_replaced_by_the_checkpoint(path, ser
 def test_a_peer_that_hangs_costs_one_deadline(path, monkeypatch):
     monkeypatch.setattr(hand_over, "PEER_TIMEOUT_S", 0.3)
     silent = socket.create_server(("127.0.0.1", 0))
-    address = hand_over.LinkAddress(host="127.0.0.1", port=silent.getsockname()[1], token="x")
+    address = hand_over.LinkAddress(host="127.0.0.1", port=silent.getsockname()[1], token="x", protocol="experts")
     got, came_from = take(Layers(path, (0, 1, 2, 3)), address, (4, 5, 6, 7))
     whole(path, got, (4, 5, 6, 7))
     assert came_from == {"checkpoint": 4}
@@ -265,7 +265,7 @@ def test_damaged_bytes_are_not_taken(path, monkeypatch):
     sent, real_send = [], hand_over.wire.send
 
     def send(sock, header, tensors=()):
-        if tensors and threading.current_thread().name == "an expert" and len(sent) < 1:
+        if tensors and threading.current_thread().name == "experts of one peer" and len(sent) < 1:
             sent.append(header)
             header = {**header, "crc": header["crc"] ^ 1}
         return real_send(sock, header, tensors)

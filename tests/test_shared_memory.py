@@ -1,6 +1,7 @@
 """The shared memory between the engine and the ranks of its host: who owns what, and what is left when somebody dies."""
 
 import asyncio
+import dataclasses
 import fcntl
 import gc
 import os
@@ -17,7 +18,7 @@ import torch
 
 from epserve.blocks import ALIGNMENT
 from epserve.errors import ConfigError
-from epserve.runtime import transport, wire
+from epserve.runtime import door, wire
 from epserve.runtime.failure import RankLost
 from epserve.runtime.shm import Arena, Window
 from epserve.runtime.step_server import StepServer
@@ -181,12 +182,12 @@ async def test_memory_is_not_used_again_while_a_rank_that_was_given_up_may_write
     server.close()
 
 
-async def test_a_stranger_cannot_make_a_rank_map_memory(arena):
+async def test_a_rank_maps_no_memory_of_a_stranger_or_of_another_size(arena):
     server = StepServer(double)
 
     def refused(token: str, size: int) -> None:
-        with server.address.connect() as caller:
-            wire.send_with_descriptor(caller, {"token": token, "arena": size}, arena.fd)
+        with dataclasses.replace(server.address, token=token).connect() as caller:
+            wire.send_with_descriptor(caller, {"arena": size}, arena.fd)
             wire.receive_header(caller)
 
     with pytest.raises(ConnectionError):  # hung up on, before or after all has been sent
@@ -201,12 +202,12 @@ async def test_a_stranger_cannot_make_a_rank_map_memory(arena):
 
 
 async def test_a_rank_that_never_answers_the_door_is_given_up(monkeypatch, arena):
-    monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         name = f"epserve-test-silent-{os.getpid()}"
         silent.bind("\0" + name)
         silent.listen()
-        address = transport.LinkAddress(name=name, token="x")
+        address = door.LinkAddress(name=name, token="x", protocol="steps")
         with pytest.raises(TimeoutError):
             await SocketLink.open(address, lambda: None, arena)
 
@@ -215,7 +216,8 @@ PEER = """
 import asyncio, sys, time, torch
 from epserve.runtime.shm import Arena
 from epserve.runtime.step_server import StepServer
-from epserve.runtime.transport import LinkAddress, SocketLink
+from epserve.runtime.door import LinkAddress
+from epserve.runtime.transport import SocketLink
 
 def slow(header, tensors, out):
     if header["step"] == 1:
@@ -226,7 +228,7 @@ def slow(header, tensors, out):
 
 async def engine(name, token):
     arena = Arena(4 << 20)
-    link = await SocketLink.open(LinkAddress(name=name, token=token), lambda: None, arena)
+    link = await SocketLink.open(LinkAddress(name=name, token=token, protocol="steps"), lambda: None, arena)
     out = arena.empty((100, 100), torch.float32)
     await link.submit({"step": 0}, [torch.ones(100, 100)], out)
     print("answered", flush=True)
@@ -264,7 +266,9 @@ async def line_of(process: subprocess.Popen) -> str:
 async def test_a_rank_is_killed_in_a_step(arena, peer):
     rank, lost = peer("rank"), []
     name, token = (await line_of(rank)).split()
-    link = await SocketLink.open(transport.LinkAddress(name=name, token=token), lambda: lost.append(1), arena)
+    link = await SocketLink.open(
+        door.LinkAddress(name=name, token=token, protocol="steps"), lambda: lost.append(1), arena
+    )
     out = arena.empty((100, 100), torch.float32)
     await asyncio.wait_for(link.submit({"step": 0}, [torch.ones(100, 100)], out), LIMIT_S)
     assert num_open(rank.pid) == 1, "that of the mapping"

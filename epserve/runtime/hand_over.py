@@ -9,10 +9,8 @@ anew where they arrive. What no rank hands over in time comes from the checkpoin
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import socket
-import threading
 import time
 import zlib
 from collections import Counter
@@ -29,7 +27,7 @@ from epserve.step import LayerSource
 
 from . import wire
 from .copies import LAYER_WIDE
-from .transport import LinkAddress, listen
+from .door import Door, LinkAddress
 
 log = logging.getLogger(__name__)
 
@@ -47,30 +45,16 @@ class ExpertServer:
 
     def __init__(self, held: Held, *, host: str = ""):
         """host: listen on TCP there; empty: on an abstract Unix socket."""
-        self._listener, self.address = listen(host)
-        self._held, self._token = held, self.address.token
-        threading.Thread(target=self._accept, name="experts", daemon=True).start()
+        self._held = held
+        self._door = Door(self._serve, protocol="experts", host=host)
+        self.address = self._door.address
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # close() was called
-            threading.Thread(target=self._serve, args=(sock,), name="an expert", daemon=True).start()
+        self._door.close()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
             try:
-                sock.settimeout(PEER_TIMEOUT_S)
-                if not hmac.compare_digest(str(wire.receive_header(sock).get("token", "")), self._token):
-                    raise wire.WireError("wrong token")
-                wire.send(sock, {})
                 sock.settimeout(None)  # a peer asks when it likes, and closes when it is done
                 copier = _Copier()
                 while True:
@@ -188,10 +172,8 @@ class Peers:
         if address not in self._socks:
             self._socks[address] = None
             try:
-                sock = address.connect()
+                sock = address.connect(PEER_TIMEOUT_S)
                 sock.settimeout(PEER_TIMEOUT_S)
-                wire.send(sock, {"token": address.token})
-                wire.receive_header(sock)
                 self._socks[address] = sock
             except (OSError, ValueError) as error:
                 log.warning("a peer that holds experts does not answer: %s", error)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from epserve.step import Arrangement
 
+from .door import LinkAddress
 from .members import Member, call_all
 from .newcomers import Holders
-from .transport import LinkAddress
 
 HAND_OUT_TIMEOUT_S = 10.0
 

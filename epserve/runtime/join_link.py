@@ -1,17 +1,14 @@
 """A connection between a front end that has joined and the process that orders the steps. No pickle, no Ray, no gRPC.
 
-Who connects proves that it knows the secret and asks the same of the other side, without sending it. Nothing is encrypted,
-as between front end and ranks. What goes over it: `join_frames`.
+Both sides prove that they know the secret (greeting.py). Nothing is encrypted, as between front end and ranks. What goes
+over it: `join_frames`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
-import os
 import socket
 import time
 from collections import deque
@@ -22,18 +19,17 @@ import torch
 
 from epserve.errors import ConfigError
 
+from .greeting import HANDSHAKE_S, MAX_GREETING, Greeting, Stranger
 from .join_frames import MAGIC, PIECE, PIECE_BYTES, PREFIX, Arriving, JoinError, Large, Make, Outbox, Part, described
 from .joined import made
 
 MAX_HEADER = 16 << 20
 """The status of a large model names each layer's experts."""
-MAX_GREETING = 4096
 SOCKET_BUFFER = 4 << 20
 BEAT_S = 1.0
 SILENCE_S = 10.0
 """A side that has not been heard of for so long is taken for gone: a host that vanished closes no connection."""
-HANDSHAKE_S = 10.0
-VERSION = 2
+VERSION = 3
 
 
 class Receiver(Protocol):
@@ -235,27 +231,30 @@ class Link:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.close()
 
-    def close(self) -> None:
-        self._closed = True
+    def hang_up(self) -> None:
+        """What reads or writes here ends, and then closes the connection."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._closed = True
+        self.hang_up()
         self._sock.close()
 
-    # Who is there: both sides prove that they know the secret, each over the other's fresh random bytes.
-
     async def greet(self, secret: bytes, *, joining: bool) -> None:
-        """Raises JoinError for a stranger. The same call on both sides."""
+        """Raises ConnectionError for a stranger. The same call on both sides."""
+        greeting = Greeting(secret, protocol="join", version=VERSION, connecting=joining)
         async with asyncio.timeout(HANDSHAKE_S):
-            mine = os.urandom(32)
-            await self._say({"kind": "hello", "version": VERSION, "nonce": mine.hex()})
-            hello = await self.header()
-            if hello.get("kind") != "hello" or hello.get("version") != VERSION:
-                raise JoinError(f"the other side speaks version {hello.get('version')} of this protocol, not {VERSION}")
-            theirs = bytes.fromhex(str(hello.get("nonce", "")))
-            await self._say({"kind": "proof", "proof": _proof(secret, theirs, mine, joining=joining)})
-            proof = str((await self.header()).get("proof", ""))
-            if not hmac.compare_digest(proof, _proof(secret, mine, theirs, joining=not joining)):
-                raise JoinError("the other side does not know the secret (server.join_secret_file)")
+            await self._say(greeting.hello())
+            greeting.hear(await self.header())
+            try:
+                if joining:
+                    await self._say(greeting.proof())
+                greeting.check(await self.header())
+            except Stranger as error:
+                raise JoinError(f"{error} (server.join_secret_file)") from None
+            if not joining:
+                await self._say(greeting.proof())
             self._max_header = MAX_HEADER
 
     async def _say(self, header: Mapping[str, Any]) -> None:
@@ -279,12 +278,6 @@ async def _ready(sock: socket.socket, add: Callable[..., Any], remove: Callable[
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _proof(secret: bytes, challenge: bytes, own: bytes, *, joining: bool) -> str:
-    """The side is part of it, so that nobody can be sent his own proof back."""
-    message = b"joining" + challenge + own if joining else b"ordering" + challenge + own
-    return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
 # Addresses: host:port, or unix:@NAME for an abstract socket of this host.

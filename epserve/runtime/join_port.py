@@ -7,13 +7,16 @@ import contextlib
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from epserve.errors import ConfigError, InvalidRequest, Overloaded
+from epserve.unix_peers import same_user
 
 from . import board, joined
 from .budgets import Claim
+from .greeting import MOST_GREETED
 from .guest_regions import GuestRegions, somewhere
 from .join_frames import JoinError, Make
 from .join_link import Link, parse_address
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 
 STATUS_S = 1.0
 FLUSH_S = 2.0
+PAUSE_S = 0.05  # before another attempt where the system is short of something
 
 
 class _Ticket:
@@ -49,6 +53,7 @@ class JoinPort:
         self.peers = peers or Peers()
         self._held = 0
         self._guests: set[_Guest] = set()
+        self._greeted: deque[Link] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
         engine.on_step(self._step_done)
@@ -108,17 +113,31 @@ class JoinPort:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
-            self._spawn(self._serve(sock))
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("a connection was not taken: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if same_user(sock):
+                self._spawn(self._serve(sock))
+            else:
+                sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:
         link = Link(sock)
+        self._greeted.append(link)
+        if len(self._greeted) > MOST_GREETED:
+            self._greeted.popleft().hang_up()
         try:
             await link.greet(self.secret, joining=False)
         except (JoinError, OSError, TimeoutError, ValueError) as error:
-            log.warning("a front end was turned away: %s", error)
+            log.warning("a front end was turned away: %s", str(error) or type(error).__name__)
             link.close()
             return
+        finally:
+            with contextlib.suppress(ValueError):
+                self._greeted.remove(link)
         guest = _Guest(self, link)
         self._guests.add(guest)
         log.info("a front end has joined; %d are here", len(self._guests))

@@ -21,10 +21,11 @@ from epserve.step import Arrangement, LoadReport
 
 from .agent import NodeAgent
 from .cluster import Place
+from .door import LinkAddress
 from .failure import Failure, RankLost, root_cause
 from .rank import RankActor
 from .reports import Outcome, Pulse, RankFacts
-from .transport import LinkAddress, SocketLink
+from .transport import SocketLink
 
 log = logging.getLogger(__name__)
 

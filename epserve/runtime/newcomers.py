@@ -20,8 +20,8 @@ from epserve.modular_kernel import ExpertWeights, GateWeights
 from epserve.modular_kernel.known_times import KnownTable
 from epserve.step import LayerSource
 
+from .door import LinkAddress
 from .hand_over import Peers
-from .transport import LinkAddress
 
 log = logging.getLogger(__name__)
 

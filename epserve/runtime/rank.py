@@ -25,6 +25,7 @@ from epserve.worker import Worker
 from . import groups
 from .copies import HostCopies
 from .device_memory import CudaMemory, DeviceMemory, RankRegions
+from .door import LinkAddress
 from .endings import start_ticks, wait_for_end
 from .failure import from_exception
 from .groups import GroupAddress, hang_up
@@ -33,7 +34,6 @@ from .newcomers import Holders, Welcome, open_unchanged, sources_for
 from .rank_steps import RankSteps
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .step_server import Later, Reply, StepServer
-from .transport import LinkAddress
 
 log = logging.getLogger(__name__)
 

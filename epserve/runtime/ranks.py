@@ -31,6 +31,7 @@ from epserve.step import Arrangement
 
 from .cluster import Gang
 from .device_regions import DeviceRegions
+from .door import LinkAddress
 from .groups import GroupAddress, StoreActor
 from .holders import find_holders, suffice
 from .members import Agents, Member, answer, call_all, check_gpus
@@ -38,7 +39,7 @@ from .newcomers import Holders, Welcome
 from .shm import Arena
 from .spares import Spares
 from .standbys import Standbys
-from .transport import INLINE_BYTES, LinkAddress, SocketLink
+from .transport import INLINE_BYTES, SocketLink
 
 log = logging.getLogger(__name__)
 

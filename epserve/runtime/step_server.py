@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import os
 import queue
 import socket
 import threading
@@ -14,8 +12,9 @@ from collections.abc import Callable
 import torch
 
 from . import wire
+from .door import Door
+from .greeting import HANDSHAKE_S
 from .shm import Window
-from .transport import HANDSHAKE_TIMEOUT_S, enlarge, listen
 
 log = logging.getLogger(__name__)
 
@@ -35,24 +34,24 @@ class StepServer:
 
     def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
         """host: listen on TCP there; empty: on an abstract Unix socket. pin: for copies to and from a GPU."""
-        self._listener, self.address = listen(host)
-        self._answer, self._token, self._pin = answer, self.address.token, pin
+        self._answer, self._pin = answer, pin
+        self._greeted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._door = Door(self._greeted.put, protocol="steps", host=host)
+        self.address = self._door.address
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._listener.close()
+        """A connection that is being served goes on until its other side closes it."""
+        self._door.close()
+        self._greeted.put(None)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # close() was called
+        while (sock := self._greeted.get()) is not None:
             window: Window | None = None
             answers = _Answers(sock)
             try:
-                window = self._greet(sock)
+                window = self._map(sock)
                 while True:
                     self._one(sock, window, answers)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -71,14 +70,10 @@ class StepServer:
             out = window.tensor(wire.DTYPES[dtype], tuple(shape), at)
         answers.add(self._answer(header, tensors, out))
 
-    def _greet(self, sock: socket.socket) -> Window | None:
-        enlarge(sock)
-        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    def _map(self, sock: socket.socket) -> Window | None:
+        """The engine's memory, where it has sent some. In the step thread, which then has the device."""
+        sock.settimeout(HANDSHAKE_S)
         header, descriptor = wire.receive_with_descriptor(sock)
-        if not hmac.compare_digest(str(header.get("token", "")), self._token):
-            if descriptor is not None:
-                os.close(descriptor)
-            raise wire.WireError("wrong token")
         size = int(header.get("arena", 0))
         window = Window(descriptor, size, pin=self._pin) if descriptor is not None else None
         wire.send(sock, {})

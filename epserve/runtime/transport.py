@@ -1,9 +1,8 @@
 """The data path: one connection from the engine to each rank. Ray places and supervises, but carries no activations.
 
-On the engine's own node the connection is an abstract Unix socket, elsewhere TCP. A random token, handed over through
-Ray, opens it. Frames leave in the order of submission, so that all ranks see steps in the same order; a rank answers in
-that order too. Where the two share memory (shm.py) a frame says where its tensors lie and where the result goes, and the
-socket is the doorbell; otherwise, and for small tensors, the bytes follow the frame.
+The connection goes through the rank's door (door.py). Frames leave in the order of submission, so that all ranks see steps in
+the same order. A rank answers in that order too. Where the two share memory (shm.py) a frame says where its tensors lie and
+where the result goes, and the socket is the doorbell. Otherwise, and for small tensors, the bytes follow the frame.
 
 Every wait ends: at a step's deadline (pool.py), or when the other process ends, however it does, since its socket then closes.
 Memory that a rank may still read or write is kept until it has answered or its end of the socket is closed.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import time
 from collections import deque
@@ -25,35 +23,14 @@ from typing import Any, Protocol
 import torch
 
 from . import wire
+from .door import LinkAddress
 from .failure import Failure, RankLost
 from .shm import Arena
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 10.0
-SOCKET_BUFFER = 4 << 20  # bytes; the kernel caps it. Fewer wake-ups for a shard of a few MB
 INLINE_BYTES = 16 << 10  # up to here the socket is quicker than a block of shared memory
 READS_AT_ONCE = 64  # then the loop turns to others
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkAddress:
-    """Where a rank listens. `host` empty: `name` is an abstract Unix socket on this machine."""
-
-    name: str = ""
-    host: str = ""
-    port: int = 0
-    token: str
-
-    def connect(self) -> socket.socket:
-        if self.host:
-            sock = socket.create_connection((self.host, self.port), timeout=HANDSHAKE_TIMEOUT_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        sock.connect("\0" + self.name)
-        return sock
 
 
 class Link(Protocol):
@@ -100,19 +77,18 @@ class SocketLink:
 
     @classmethod
     async def open(cls, address: LinkAddress, on_lost: Callable[[], None], arena: Arena | None = None) -> SocketLink:
-        """Raises OSError, also within HANDSHAKE_TIMEOUT_S of silence."""
+        """Raises OSError, also within HANDSHAKE_S of silence."""
         if address.host or (arena is not None and arena.fd < 0):
             arena = None  # another machine, or everything is about to close
 
         def connect() -> socket.socket:
             sock = address.connect()
             try:
-                enlarge(sock)
                 if arena is None:
-                    wire.send(sock, {"token": address.token})
+                    wire.send(sock, {})
                 else:
-                    wire.send_with_descriptor(sock, {"token": address.token, "arena": arena.size}, arena.fd)
-                wire.receive_header(sock)  # the rank's word that it took the token, and mapped the memory
+                    wire.send_with_descriptor(sock, {"arena": arena.size}, arena.fd)
+                wire.receive_header(sock)  # the rank's word that its step thread is here, and has mapped the memory
             except BaseException:
                 sock.close()
                 raise
@@ -279,24 +255,3 @@ class _Remains:
             self._loop.remove_reader(self._sock)
             self._sock.close()
             self._kept.clear()
-
-
-def listen(host: str) -> tuple[socket.socket, LinkAddress]:
-    """A listening socket and where it is found, with a fresh token. host: on TCP there; empty: on an abstract Unix socket."""
-    token = secrets.token_hex(16)
-    if host:
-        listener = socket.create_server((host, 0))
-        return listener, LinkAddress(host=host, port=listener.getsockname()[1], token=token)
-    address = LinkAddress(name=f"epserve-{secrets.token_hex(8)}", token=token)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("\0" + address.name)
-    listener.listen()
-    return listener, address
-
-
-def enlarge(sock: socket.socket) -> None:
-    """Its buffers; and small frames go out at once."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +57,9 @@ def encode(
     return [PREFIX.pack(MAGIC, len(text)) + text, *map(as_bytes, sent)]
 
 
-def header_size(prefix: bytes | bytearray) -> int:
+def header_size(prefix: bytes | bytearray, most: int = MAX_HEADER) -> int:
     magic, size = PREFIX.unpack(prefix)
-    if magic != MAGIC or size > MAX_HEADER:
+    if magic != MAGIC or size > most:
         raise WireError(f"not a frame: starts with {bytes(prefix)!r}")
     return size
 
@@ -74,19 +75,22 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
 # Blocking sockets: the rank's side, and the engine's while it connects.
 
 
-def receive_exactly(sock: socket.socket, view: memoryview) -> None:
+def receive_exactly(sock: socket.socket, view: memoryview, until: float | None = None) -> None:
+    """until: by time.monotonic(), for all of it. None: the socket's own timeout holds for each part."""
     while view:
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 1e-3))
         count = sock.recv_into(view)
         if not count:
             raise WireError("the other side closed the connection")
         view = view[count:]
 
 
-def receive_header(sock: socket.socket) -> dict[str, Any]:
+def receive_header(sock: socket.socket, *, most: int = MAX_HEADER, until: float | None = None) -> dict[str, Any]:
     prefix = bytearray(PREFIX.size)
-    receive_exactly(sock, memoryview(prefix))
-    text = bytearray(header_size(prefix))
-    receive_exactly(sock, memoryview(text))
+    receive_exactly(sock, memoryview(prefix), until)
+    text = bytearray(header_size(prefix, most))
+    receive_exactly(sock, memoryview(text), until)
     return parse(text)
 
 

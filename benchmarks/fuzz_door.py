@@ -4,7 +4,8 @@ Hypothesis draws messages for every method that the server has (requests, stream
 administration, reflection, health), by the fields of their types: some nearly right, some anything, some with their bytes
 changed. They go over a real connection to a real server whose engine answers with its input. Every call must end within its
 time, with an answer or with a status that says whose fault it was; afterwards a good call must be right, and
-nothing may be left in flight. Anything else is shrunk by Hypothesis and reported.
+nothing may be left in flight. Every fifth case also comes over a connection that stops in the middle of messages and reads no
+reply. Anything else is shrunk by Hypothesis and reported.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from epserve.serving import admin_pb2 as admin
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import inference_pb2 as kserve
-from epserve.serving import wire
+from epserve.serving import reflection, wire
 from epserve.serving.server import Server
+from tests.raw_http2 import RawConnection
 
 HIDDEN, TOP_K, EXPERTS, LAYERS = 32, 3, 8, (0, 3)
 CALL_S = 20.0
@@ -53,7 +55,8 @@ TYPED = {
 """DEADLINE_EXCEEDED: of a timeout in the message; that of the call itself counts as a hang."""
 SERVICES = (
     (pb.DESCRIPTOR, "Experts", 12), (kserve.DESCRIPTOR, "GRPCInferenceService", 8), (admin.DESCRIPTOR, "Admin", 2),
-    (reflection_pb2.DESCRIPTOR, "ServerReflection", 1), (health_pb2.DESCRIPTOR, "Health", 1),
+    (reflection_pb2.DESCRIPTOR, "ServerReflection", 1), (reflection.describe_v1(), "ServerReflection", 1),
+    (health_pb2.DESCRIPTOR, "Health", 1),
 )  # fmt: skip
 """With how often each is called, relatively."""
 _F = FieldDescriptor
@@ -290,6 +293,16 @@ class Target:
         assert set(found) <= TYPED, f"{path}: {found}: {details}"
         return found
 
+    async def rude(self, method: Any, requests: list[bytes], number: int) -> None:
+        """A connection below gRPC: some streams whose messages stop somewhere, some whose replies are never read."""
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        async with await RawConnection(window=0).connect(self.server.address) as raw:
+            for place, request in enumerate((*requests, bytes(number % 5000))):
+                half = (number + place) % 2 == 0
+                size = (number * 31 + place) % (len(request) + 5) if half else None
+                await raw.send(path, request, size=size, timeout_s=1)
+            await asyncio.sleep(number % 7 / 20)
+
     async def good(self) -> None:
         """A right answer, and nothing left over."""
         header = pb.ForwardRequest(layer=3)
@@ -320,6 +333,7 @@ def main() -> None:
     target = Target()
     target.run(target.good())
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    rude: collections.Counter[str] = collections.Counter()
     files, started, ran = len(os.listdir("/proc/self/fd")), time.monotonic(), 0
 
     @hypothesis.seed(options.seed)
@@ -331,6 +345,9 @@ def main() -> None:
         statuses = target.call(method, requests)
         outcomes[f"{method.containing_service.name}/{method.name}"].update(statuses)
         ran += 1
+        if ran % 5 == 0:
+            target.run(target.rude(method, requests, ran))
+            rude[method.name] += 1
         if ran % 100 == 0:
             target.run(target.good())
         if ran % 1000 == 0:
@@ -345,6 +362,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "cases": ran,
+        "connections_with_half_messages_or_unread_replies": sum(rude.values()),
         "outcomes": {name: dict(sorted(counts.items())) for name, counts in sorted(outcomes.items())},
         "statuses": dict(sum(outcomes.values(), collections.Counter()).most_common()),
         "untyped_or_hanging": 0,  # hypothesis raises at the first

@@ -2,7 +2,8 @@
 
 Starts `epserve serve` with a demo model on CPU ranks, in processes of its own, and runs clients that choose at random:
 calls by the layer's gate, by ids, in frames, in fp8, through shared memory and over the Open Inference Protocol; cancelled
-calls; deadlines that cannot be met; malformed messages; streams that are left half-open or never read. Every answer is
+calls; deadlines that cannot be met; malformed messages; streams that are left half-open or never read; below gRPC, messages that
+stop in the middle and replies that are never read, until the connection is closed or the server ends the call. Every answer is
 compared with the dense result of the same rows, every error must be one that was provoked. Memory is that of the service's
 front end and of its ranks, without shared pages, from the third minute on (of short runs, the last three quarters): the
 mean of the first third of that against that of the last, and the slope of a line through all of it.
@@ -40,6 +41,7 @@ from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
 from epserve.serving import status
+from tests.raw_http2 import RawConnection
 
 HIDDEN, TOP_K, NUM_EXPERTS = 256, 2, 8
 SIZES = {"hidden": HIDDEN, "intermediate": 128, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "num_layers": 2, "seed": 1}
@@ -47,6 +49,8 @@ ROWS = (1, 3, 16, 64)
 FRAMED_ROWS = 1500  # 1.5 MB: two frames
 CALL_S = 60.0
 """A call that was meant to succeed and takes longer counts as unanswered."""
+DEADLINE_S = 10.0
+"""The service's, for clients that give none."""
 SAMPLE_S = 2.0
 WARM_UP_S = 120.0
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
@@ -202,12 +206,28 @@ class Caller:
                     await call.write(pb.RequestFrame(call=number, begin=request))
         call.cancel()
 
+    async def raw(self, *, window: int, size: int | None) -> None:
+        """Some calls of one connection below gRPC, left alone for a while: until their deadline, now and then."""
+        x = self.reference.rows
+        tensor = pb.Tensor(dtype=pb.FP32, shape=x.shape, data=x.numpy().tobytes())
+        body = pb.ForwardRequest(layer=self.layer, hidden_states=tensor).SerializeToString()
+        async with await RawConnection(window=window).connect(self.address) as connection:
+            for _ in range(self.random.randint(1, 4)):
+                await connection.send("/epserve.v1.Experts/Forward", body, size=size, timeout_s=5)
+            await asyncio.sleep(self.random.choice([0.1, 1.0, DEADLINE_S + 2]))
+
+    async def unread_reply(self) -> None:
+        await self.raw(window=0, size=None)
+
+    async def half_message(self) -> None:
+        await self.raw(window=65535, size=self.random.randrange(self.reference.rows.nbytes))
+
     def actions(self) -> dict[Callable[[], Awaitable[None]], int]:
         """How often, relatively."""
         return {
             self.gated: 30, self.routed: 20, self.framed: 2, self.fp8: 8, self.region: 4, self.stream: 4,
             self.inference_protocol: 10, self.cancelled: 5, self.late: 6, self.malformed: 8, self.half_open: 2,
-            self.unread: 1,
+            self.unread: 1, self.unread_reply: 1, self.half_message: 1,
         }  # fmt: skip
 
     async def run(self, end: float) -> None:
@@ -276,7 +296,7 @@ async def soak(address: str, front_end: int, options: argparse.Namespace) -> dic
         samples, *_ = await asyncio.gather(sample(pids, end), *running)
         for caller in callers:
             await caller.close()
-        await asyncio.sleep(3)
+        await asyncio.sleep(DEADLINE_S + 3)  # a call that is given up lasts until its deadline at the most
         last = await probe.status()
         regions = (await pb_grpc.ExpertsStub(probe._channel).ListRegions(pb.ListRegionsRequest())).regions
     times = sorted(tally.milliseconds)
@@ -300,7 +320,7 @@ def serve(folder: Path, options: argparse.Namespace) -> tuple[subprocess.Popen[b
     config = {
         "model": {"path": str(folder / "model")},
         "engine": {"ranks": options.ranks, "device": "cpu", "max_tokens_per_rank": 2048},
-        "scheduler": {"max_queued_tokens": 16384},
+        "scheduler": {"max_queued_tokens": 16384, "default_deadline_s": DEADLINE_S},
         "server": {"port": 0, "max_tokens_per_request": 4096},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

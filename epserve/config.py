@@ -219,7 +219,8 @@ class ServerConfig(_Section):
     max_priority: Literal["low", "normal", "high"] = "normal"
     """Highest priority that a request may ask for, unless its client's line in the tokens file says otherwise."""
     max_buffered_bytes: Annotated[int, Field(ge=1024)] = 1024 * MIB
-    """Bytes of all requests that are here at once; above it callers get RESOURCE_EXHAUSTED."""
+    """Bytes of all requests that are here at once and of their replies, until these are sent; above it callers get
+    RESOURCE_EXHAUSTED. As many bytes may be here of messages that are not whole; above it connections lose their calls."""
     unix_socket: Path | None = None
     """Set: also listen on a Unix-domain socket of this path, which only the server's own user can open. Never with TLS."""
     inference_protocol: bool = True

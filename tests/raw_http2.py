@@ -83,11 +83,20 @@ class RawConnection:
         self._writer.close()
 
     async def send(
-        self, path: str, body: bytes, *, size: int | None = None, timeout_s: float = 30.0, **metadata: str
+        self,
+        path: str,
+        body: bytes,
+        *,
+        size: int | None = None,
+        end: bool = True,
+        timeout_s: float = 30.0,
+        **metadata: str,
     ) -> int:
         """Opens a stream and sends the first `size` bytes of the message, or all of it. Returns the stream's number.
 
-        Stops early where the server gives no more room within `timeout_s`, or has ended the stream.
+        end: half-close the stream after a whole message.
+
+        It stops early where the server gives no more room within `timeout_s`, or has ended the stream.
         """
         stream, self._next = self._next, self._next + 2
         whole = message(body)
@@ -102,7 +111,7 @@ class RawConnection:
                         async with self._changed:
                             await asyncio.wait_for(self._changed.wait(), timeout_s)
                         continue
-                    last = size is None and at + room == len(data)
+                    last = end and size is None and at + room == len(data)
                     self._writer.write(frame(DATA, END_STREAM if last else 0, stream, bytes(data[at : at + room])))
                     self._used[stream] += room
                     self._used[0] += room
@@ -111,6 +120,13 @@ class RawConnection:
         except (TimeoutError, ConnectionError):
             pass
         return stream
+
+    def half_close(self, stream: int) -> None:
+        self._writer.write(frame(DATA, END_STREAM, stream))
+
+    def grant(self, nbytes: int) -> None:
+        """A larger window for each stream from now on."""
+        self._writer.write(frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, nbytes)))
 
     def ping(self) -> None:
         self._writer.write(frame(PING, 0, 0, bytes(8)))

@@ -394,4 +394,4 @@ class TestBytesThatAreNoMessage:
             assert {"OK", "INVALID_ARGUMENT"} <= codes
             for method, source in sources.items():
                 assert await channel.unary_unary(method)(source)
-            assert (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0)
+            await until(lambda: (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0))

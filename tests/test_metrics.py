@@ -241,7 +241,7 @@ class TestServer:
             call.cancel()
             await until(lambda: server._calls.in_flight == 0)
             found = values((await fetch(server.metrics_port, "/metrics")).text)
-        assert (inside["epserve_calls_in_flight"], inside["epserve_buffered_bytes"]) == (1, 128)
+        assert (inside["epserve_calls_in_flight"], inside["epserve_buffered_bytes"]) == (1, 2 * 128), "and its reply"
         assert found['epserve_requests_total{status="CANCELLED"}'] == 1
         assert found["epserve_calls_in_flight"] == 0
         assert not [name for name in found if name.startswith("epserve_errors_total")]

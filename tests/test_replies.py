@@ -19,7 +19,7 @@ from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.exchange import OutgoingRequest
 from epserve.serving.stream import StreamSession
 from tests.fake_engine import FakeEngine, serving, tiny_info
-from tests.grpc_calls import connect, encoded, message, status_of, tensor_of
+from tests.grpc_calls import connect, encoded, message, status_of, tensor_of, until
 
 INFO = {"hidden": 256, "dtype": torch.bfloat16}
 
@@ -189,7 +189,7 @@ async def test_a_stream_that_its_client_cancelled_unread_is_no_error_of_the_serv
     async with serving(FakeEngine()) as server:
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(StreamSession(server._calls, Gone()).run(), 30)
-        assert (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0)
+        await until(lambda: (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0))
     assert "status=CANCELLED ipv4:127.0.0.1:9 ended its stream" in caplog.text
     assert "INTERNAL" not in caplog.text
 

@@ -146,18 +146,18 @@ class TestForward:
             await release.wait()
             return batch.hidden
 
-        x = torch.ones(16, 32)  # 2048 bytes
-        async with serving(FakeEngine(wait), max_buffered_bytes=5000) as server, connect(server) as channel:
+        x = torch.ones(16, 32)  # 2048 bytes, and as many of the reply
+        async with serving(FakeEngine(wait), max_buffered_bytes=10_000) as server, connect(server) as channel:
             stub = pb_grpc.ExpertsStub(channel)
             kept = [asyncio.ensure_future(stub.Forward(message(x))) for _ in range(2)]
-            await until(lambda: server._calls.in_flight == 2)
+            await until(lambda: server._calls.admitted == 2)
             error = await status_of(stub.Forward(message(x)))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "server.max_buffered_bytes" in error.details()
             release.set()
             await asyncio.gather(*kept)
             await stub.Forward(message(x))
-            assert (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0)
+            await until(lambda: (server._calls.in_flight, server._calls.buffered_bytes) == (0, 0))
 
     async def test_sixty_four_callers_at_once(self):
         async def slow(batch):

@@ -22,6 +22,7 @@ from epserve.serving import codec, sockets, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
 from epserve.serving.cuda_regions import CudaRegistry
+from epserve.serving.intake import Intake
 from epserve.serving.messages import Outgoing, Received
 from epserve.serving.observer import Observer
 from epserve.serving.regions import Regions, Slice
@@ -36,6 +37,23 @@ PRIORITIES = {pb.LOW: Priority.LOW, pb.NORMAL: Priority.NORMAL, pb.HIGH: Priorit
 THREAD_BYTES = 4 << 20
 """From this size on checks and conversions leave the event loop, which 4 MiB hold up for 0.3 to 0.6 ms; the way to a thread and
 back takes as long as that."""
+
+
+@contextmanager
+def until_sent() -> Iterator[ExitStack]:
+    """In a method with one reply: what the stack holds is given back when gRPC has sent the reply, or has given it up.
+
+    It is given back at once when the method fails.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    held = ExitStack()
+    try:
+        yield held
+    except BaseException:
+        held.close()
+        raise
+    task.add_done_callback(lambda _: held.close())
 
 
 def is_on_this_host(peer: str) -> bool:
@@ -68,6 +86,7 @@ class Calls:
         accounts: Accounts,
         regions: Regions,
         observer: Observer,
+        intake: Intake,
     ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
         self.accounts, self.regions, self.observer = accounts, regions, observer
@@ -75,10 +94,9 @@ class Calls:
         # An engine whose ranks are elsewhere has no memory to offer.
         make_buffer = getattr(engine, "buffer", wire.plain_buffer)
         self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
-        self.port = 0
-        """Of the server, once it is bound."""
-        self.in_flight = 0
-        self.buffered_bytes = 0
+        self.admitted = self.admitted_bytes = 0
+        """Requests from their header until their reply is sent, and the bytes of both."""
+        self._intake = intake
         self.draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,6 +104,16 @@ class Calls:
         engine.on_step(self._step_times.record)
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count(1)
+
+    @property
+    def in_flight(self) -> int:
+        """Those that are admitted, and those whose message is on its way."""
+        return self.admitted + self._intake.waiting
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of both."""
+        return self.admitted_bytes + self._intake.nbytes
 
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Raises Unauthenticated."""
@@ -105,7 +133,7 @@ class Calls:
         """The user whose process has this connection; None where that cannot be known."""
         if peer.startswith("unix:"):
             return os.geteuid()  # the socket is open to this user alone (`server.unix_socket`)
-        return await asyncio.to_thread(sockets.uid_of_peer, peer, self.port)
+        return await asyncio.to_thread(sockets.uid_of_peer, peer, self._intake.port)
 
     def request_id(self, wanted: str) -> str:
         """The caller's, checked, or one of our own."""
@@ -149,42 +177,48 @@ class Calls:
         return priority
 
     @contextmanager
-    def admitted(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
-        """Holds the request's bytes against the limits of server and client, and its regions. Raises Overloaded."""
-        limit, wanted = self.limits.max_buffered_bytes, checked.nbytes
-        if self.buffered_bytes and self.buffered_bytes + wanted > limit:
+    def admitting(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
+        """Holds a request's regions, and its bytes and its reply's against the server's and the client's limits.
+
+        Raises Overloaded.
+        """
+        limit, wanted = self.limits.max_buffered_bytes, checked.nbytes + checked.reply_bytes
+        if self.admitted_bytes and self.admitted_bytes + wanted > limit:
             raise Overloaded(
-                f"request of {wanted} bytes: {self.buffered_bytes} bytes of other requests are here, at most {limit} are"
-                " held at once (server.max_buffered_bytes); try again later"
+                f"request and reply of {wanted} bytes: {self.admitted_bytes} bytes of others are here, at most {limit} are held"
+                " at once (server.max_buffered_bytes); try again later"
             )
-        with caller.account.holding(wanted), ExitStack() as held:
+        with caller.account.holding(checked.nbytes), ExitStack() as held:
             for region in checked.regions:
                 held.enter_context(region.used())
             caller.account.spend(checked.tokens)
-            self.buffered_bytes += wanted
-            self.in_flight += 1
+            self.admitted_bytes += wanted
+            self.admitted += 1
             self._idle.clear()
             try:
                 yield
             finally:
-                self.buffered_bytes -= wanted
-                self.in_flight -= 1
-                if not self.in_flight:
+                self.admitted_bytes -= wanted
+                self.admitted -= 1
+                if not self.admitted:
                     self._idle.set()
 
-    async def answer(self, message: Received, remaining_s: float | None, caller: Caller) -> Outgoing:
-        """A call that is one message each way. remaining_s: of the connection's own deadline. Raises as `run`."""
+    async def answer(self, message: Received, remaining_s: float | None, caller: Caller, held: ExitStack) -> Outgoing:
+        """A call that is one message each way. remaining_s: of the connection's own deadline. Raises as `run`.
+
+        held: gets what the call holds. It must be closed once the reply is sent.
+        """
         request = message.header
         request_id = request.request_id = self.request_id(request.request_id)
         own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
         deadline = self.deadline(remaining_s, own_limit)
         checked = self.check(request, request_id, caller)
         assembly = self.door.assembly(checked)
-        with self.admitted(checked, caller):
-            for which in checked.sizes:
-                assembly.add(which, message.bytes_of(which))
-            result, reply = await self.run(checked, assembly.finish(), deadline, caller)
-            return Outgoing(reply, result)
+        held.enter_context(self.admitting(checked, caller))
+        for which in checked.sizes:
+            assembly.add(which, message.bytes_of(which))
+        result, reply = await self.run(checked, assembly.finish(), deadline, caller)
+        return Outgoing(reply, result)
 
     async def run(
         self,

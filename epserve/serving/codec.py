@@ -54,6 +54,8 @@ class CheckedRequest:
 
     nbytes: int
     """Of all tensors that come in."""
+    reply_bytes: int = 0
+    """Of the result, where it goes out with the reply."""
 
     @property
     def regions(self) -> set[Region]:
@@ -151,8 +153,8 @@ class Door:
             if _lies_in_region(tensor, wire.FIELDS[which])
         }
         output = None
+        reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
         if request.HasField("output"):
-            reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
             output = resolve(request.output, reply_bytes, "output")
         others = {wire.FIELDS[which]: each for which, each in slices.items() if which != pb.HIDDEN_STATES}
         dtypes = request.hidden_states.dtype, reply_dtype
@@ -168,6 +170,7 @@ class Door:
             reply_dtype=reply_dtype,
             priority=priority,
             nbytes=total,
+            reply_bytes=0 if output is not None else reply_bytes,
         )
 
     def _check_hidden(self, tensor: pb.Tensor) -> int:

@@ -13,6 +13,7 @@ import hmac
 import logging
 import secrets
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,7 +212,8 @@ class Connection(asyncio.Protocol):
         try:
             with observer.tracing.call(METHOD, ()):
                 try:
-                    answer = await self._calls.answer(request, None, caller)
+                    with ExitStack() as held:
+                        answer = await self._calls.answer(request, None, caller, held)
                     reply, code = frames.BeginFrame(number, answer), "OK"
                 except Exception as error:
                     failure = status.failure_of(error, request.header.request_id)

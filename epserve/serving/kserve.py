@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import inference_pb2 as kserve
 from epserve.serving import inference_pb2_grpc as kserve_grpc
 from epserve.serving import status, wire
-from epserve.serving.calls import Caller, Calls
+from epserve.serving.calls import Caller, Calls, until_sent
 from epserve.serving.cuda_regions import CudaRegion
 from epserve.serving.kserve_messages import DATATYPE_NAMES, VERSION, timeout_s, to_forward_request, to_response
 
@@ -73,7 +74,8 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request, context: grpc.aio.ServicerContext) -> kserve.ModelInferResponse:
         try:
-            return await self._infer(request, self._calls.caller(context), context.time_remaining())
+            with until_sent() as held:
+                return await self._infer(request, self._calls.caller(context), context.time_remaining(), held)
         except Exception as error:
             await status.abort(context, status.failure_of(error, request.id))
 
@@ -84,17 +86,21 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             caller = self._calls.caller(context)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
-        answers: asyncio.Queue[asyncio.Task[kserve.ModelStreamInferResponse] | None]
+        answers: asyncio.Queue[tuple[asyncio.Task[kserve.ModelStreamInferResponse], ExitStack] | None]
         answers = asyncio.Queue(self._calls.limits.max_in_flight_per_stream)  # full: nothing more is read
         tasks: set[asyncio.Task[Any]] = set()
+        unsent: set[ExitStack] = set()
+        """What each request holds until its answer is written."""
 
         async def read() -> None:
             try:
                 async for request in request_iterator:
-                    task = asyncio.create_task(self._stream_answer(request, caller, context.time_remaining()))
+                    held = ExitStack()
+                    unsent.add(held)
+                    task = asyncio.create_task(self._stream_answer(request, caller, context.time_remaining(), held))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
-                    await answers.put(task)
+                    await answers.put((task, held))
             except Exception:
                 await answers.put(None)
                 raise
@@ -104,8 +110,11 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         await context.send_initial_metadata(())  # see StreamSession.run
         reader = asyncio.create_task(read())
         try:
-            while (task := await answers.get()) is not None:
+            while (answer := await answers.get()) is not None:
+                task, held = answer
                 await self._write(context, await task)
+                held.close()
+                unsent.discard(held)
             await reader
         except EpserveError as error:  # of reading: bytes that are no message
             await status.abort(context, status.failure_of(error))
@@ -113,6 +122,8 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             for each in (reader, *tasks):
                 each.cancel()
             await asyncio.gather(reader, *tasks, return_exceptions=True)
+            for held in unsent:
+                held.close()
 
     async def _write(self, context: grpc.aio.ServicerContext, answer: kserve.ModelStreamInferResponse) -> None:
         """Raises DeadlineExceeded where nobody reads: the answers behind this one would lie here for ever."""
@@ -125,10 +136,11 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             raise DeadlineExceeded(text) from None
 
     async def _stream_answer(
-        self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None
+        self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None, held: ExitStack
     ) -> kserve.ModelStreamInferResponse:
         try:
-            return kserve.ModelStreamInferResponse(infer_response=await self._infer(request, caller, remaining_s))
+            answer = await self._infer(request, caller, remaining_s, held)
+            return kserve.ModelStreamInferResponse(infer_response=answer)
         except Exception as error:
             failure = status.failure_of(error, request.id)
             self._calls.observer.error(failure.code)
@@ -252,16 +264,17 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         return int(matched[1])
 
     async def _infer(
-        self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None
+        self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None, held: ExitStack
     ) -> kserve.ModelInferResponse:
+        """held: as for `Calls.answer`."""
         calls = self._calls
         request_id = calls.request_id(request.id)
         deadline = calls.deadline(remaining_s, timeout_s(request.parameters))
         translated, contents = to_forward_request(request, self._layer(request.model_name, request.model_version))
         checked = calls.check(translated, request_id, caller)
         assembly = calls.door.assembly(checked)
-        with calls.admitted(checked, caller):
-            for which, data in contents.items():
-                assembly.add(which, data)
-            tensors, _ = await calls.run(checked, assembly.finish(), deadline, caller)
+        held.enter_context(calls.admitting(checked, caller))
+        for which, data in contents.items():
+            assembly.add(which, data)
+        tensors, _ = await calls.run(checked, assembly.finish(), deadline, caller)
         return to_response(request, tensors[pb.HIDDEN_STATES])

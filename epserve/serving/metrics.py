@@ -72,8 +72,10 @@ class Metrics:
         self._phase_seconds = Histogram(
             "epserve_phase_seconds", "A phase of a step on its slowest rank.", ("phase",), buckets=PHASE_SECONDS, **make
         )
-        self.calls_in_flight = Gauge("epserve_calls_in_flight", "Requests that are here and not answered.", **make)
-        self.buffered_bytes = Gauge("epserve_buffered_bytes", "Tensor bytes of those requests.", **make)
+        self.calls_in_flight = Gauge(
+            "epserve_calls_in_flight", "Requests on their way here, here, or with a reply that is not sent.", **make
+        )
+        self.buffered_bytes = Gauge("epserve_buffered_bytes", "Bytes of those requests and of their replies.", **make)
         self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
         ProcessCollector(registry=self.registry)
         self.registry.register(_StatusCollector(self))

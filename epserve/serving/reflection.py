@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import grpc
 from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
@@ -20,7 +21,7 @@ _FILE_V1 = "grpc/reflection/v1/reflection.proto"
 
 def add(names: Sequence[str], server: grpc.aio.Server) -> None:
     """names: of the services that the server shows, these two among them."""
-    _describe_v1()
+    describe_v1()
     servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # not in __all__
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -32,11 +33,11 @@ def add(names: Sequence[str], server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((generic,))
 
 
-def _describe_v1() -> None:
-    """Tools ask what the service itself looks like."""
+def describe_v1() -> FileDescriptor:
+    """The service's own description, which tools ask for, put where all descriptions are."""
     pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
     try:
-        pool.FindFileByName(_FILE_V1)
+        return pool.FindFileByName(_FILE_V1)
     except KeyError:
         file = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
         file.name, file.package = _FILE_V1, SERVICE_V1.rpartition(".")[0]
@@ -48,3 +49,4 @@ def _describe_v1() -> None:
                 method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
                 method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
         pool.AddSerializedFile(file.SerializeToString())
+        return pool.FindFileByName(_FILE_V1)

@@ -27,12 +27,14 @@ from epserve.serving.admin import AdminServicer
 from epserve.serving.calls import Calls
 from epserve.serving.clients import Accounts
 from epserve.serving.doorbell import Doorbell
+from epserve.serving.dropping import GRPC_LOG, quiet
+from epserve.serving.intake import Intake
 from epserve.serving.kserve import InferenceServicer
 from epserve.serving.observer import Observer
+from epserve.serving.receiving import Receiving
 from epserve.serving.regions import Regions
 from epserve.serving.servicer import ExpertsServicer
 from epserve.serving.status_page import StatusPage
-from epserve.serving.unreadable import UnreadableMessages
 
 if TYPE_CHECKING:
     from epserve.runtime.engine import Engine
@@ -81,7 +83,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         self._publishing: set[asyncio.Task[None]] = set()
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int:
@@ -111,9 +113,10 @@ class Server:
         observer = self._observer = Observer(
             self._engine, max_expert_series=config.metrics_expert_series, provider=provider
         )
-        server = grpc.aio.server(
-            interceptors=[observer.interceptor(), *guards, UnreadableMessages()], options=_options(config)
-        )
+        GRPC_LOG.addFilter(quiet)  # twice is once
+        intake = Intake(config.max_buffered_bytes)
+        receiving = Receiving(intake, self._default_deadline_s)
+        server = grpc.aio.server(interceptors=[observer.interceptor(), *guards, receiving], options=_options(config))
         calls = self._calls = Calls(
             self._engine,
             config,
@@ -121,6 +124,7 @@ class Server:
             accounts=accounts,
             regions=Regions(config, board=self._peers.board),
             observer=observer,
+            intake=intake,
         )
         names = [SERVICE, health.SERVICE_NAME, *reflection.SERVICES]
         self._doorbell = Doorbell(calls)
@@ -144,7 +148,7 @@ class Server:
                 self._port = server.add_secure_port(wanted, credentials)
         except RuntimeError as error:
             raise ConfigError(f"server.host, server.port: cannot listen on {wanted}: {error}") from None
-        calls.port = self._port
+        intake.port = self._port
         if config.unix_socket is not None:
             _listen_on_socket(server, config.unix_socket)
         if config.metrics_port is not None:
@@ -156,7 +160,7 @@ class Server:
         self._engine.on_state_change(self._state_changed)
         await server.start()
         self._server = server
-        self._housekeeping = asyncio.create_task(_keep_house(calls))
+        self._tasks = [asyncio.create_task(work) for work in (_keep_house(calls), intake.watch())]
         log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, accounts.guarded)
 
     async def stop(self, grace: float = 0.0) -> None:
@@ -165,8 +169,8 @@ class Server:
         if server is None or calls is None:
             return
         self._server = None
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._health.enter_graceful_shutdown()
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)

@@ -14,7 +14,7 @@ from epserve.modular_kernel.selection import Choice
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving import status
-from epserve.serving.calls import Calls
+from epserve.serving.calls import Calls, until_sent
 from epserve.serving.doorbell import Doorbell
 from epserve.serving.messages import Outgoing, Received
 from epserve.serving.regions import Region
@@ -31,7 +31,8 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
 
     async def Forward(self, request: Received, context: grpc.aio.ServicerContext) -> Outgoing:  # type: ignore[override]
         try:
-            return await self._calls.answer(request, context.time_remaining(), self._calls.caller(context))
+            with until_sent() as held:
+                return await self._calls.answer(request, context.time_remaining(), self._calls.caller(context), held)
         except Exception as error:
             await status.abort(context, status.failure_of(error, request.header.request_id))
 

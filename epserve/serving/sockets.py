@@ -31,6 +31,12 @@ class Connection:
     uid: int
     received: int
 
+    @property
+    def peer(self) -> str:
+        """The other end as gRPC names it."""
+        host, port = self.destination
+        return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
 
 def connections(*, source_port: int = 0, destination_port: int = 0) -> list[Connection]:
     """Those of this network namespace with these ports; 0: any. Raises OSError where the kernel does not say."""

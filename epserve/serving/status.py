@@ -16,11 +16,15 @@ from epserve import errors
 from epserve.errors import EpserveError
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import proxies
+from epserve.serving.dropping import drop
 
 log = logging.getLogger("epserve.serving")
 
 MAX_MESSAGE_CHARS = 2000
 """gRPC sends a status's text as a header, and peers refuse headers above 8 KiB by default."""
+
+ABORT_S = 5.0
+"""For a status to be sent."""
 
 _BY_CODE: dict[str, type[EpserveError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -63,7 +67,13 @@ async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoRet
     if failure.retry_after_ms:
         metadata.append(("retry-after-ms", str(failure.retry_after_ms)))
     try:
-        await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
+        async with asyncio.timeout(ABORT_S):
+            await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
+    except TimeoutError:  # the client has not read what was written before, behind which a status waits
+        task = asyncio.current_task()
+        assert task is not None
+        drop(task)
+        raise asyncio.CancelledError from None
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None  # the caller has gone already; gRPC would log a traceback for each
     raise AssertionError("abort raises")

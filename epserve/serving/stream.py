@@ -124,7 +124,7 @@ class StreamSession:
             own_limit = request.timeout_ms / 1000 if request.timeout_ms else None
             deadline = self._calls.deadline(self._context.time_remaining(), own_limit)
             checked = self._calls.check(request, request_id, self._caller)
-            held.enter_context(self._calls.admitted(checked, self._caller))
+            held.enter_context(self._calls.admitting(checked, self._caller))
             assembly = self._calls.door.assembly(checked)
             for which in checked.sizes:
                 assembly.add(which, message.bytes_of(which))

@@ -15,6 +15,7 @@ import pytest
 
 from epserve.errors import CheckpointError, OperatorError
 from epserve.models import UnchangedCheckpoint, open_checkpoint
+from epserve.models.generic import check_sizes
 from epserve.models.tensors import read_header
 
 from .checkpoints import edit_config, write
@@ -73,6 +74,22 @@ def test_a_size_that_no_model_has_is_not_built_by_transformers_either(generic, k
         assert f"{key} is 1000000000, at most" in refused(edit_config(generic, **{key: 10**9}))
     finally:
         (generic / "config.json").write_text(config)
+
+
+@pytest.mark.parametrize("families", ["gemma3n_text", pytest.param("all", marks=pytest.mark.slow)])
+def test_no_family_of_transformers_has_sizes_that_are_refused(families):
+    """Some have large numbers under keys that sound alike, such as vocab_size_per_layer_input."""
+    from transformers import CONFIG_MAPPING
+
+    checked = 0
+    for name in CONFIG_MAPPING if families == "all" else [families]:
+        try:
+            config = CONFIG_MAPPING[name]().to_dict()
+        except Exception:  # has no defaults, or wants a package
+            continue
+        check_sizes(config, name)
+        checked += 1
+    assert checked > (200 if families == "all" else 0)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen2_moe", "generic"])

@@ -27,8 +27,12 @@ from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
 from .tensors import TensorInfo, TensorReader, check_values, read_index, shown
 from .weights import LayerWeights, fingerprint
 
-LAYER_COUNT = re.compile(r"(^|_)(layers?|depth)(_|$)")
-EXPERT_COUNT = re.compile(r"^(n|num)_.*experts?$|^moe_num_experts")
+COUNTS = (
+    (re.compile(r"^(n|num)_(.*_)?layers?$|^depth$"), MAX_LAYERS),
+    (re.compile(r"^(n|num)_(.*_)?experts?$|^moe_num_experts$"), MAX_EXPERTS),
+    (re.compile(r"^(.*_)?(hidden|intermediate)_size$"), MAX_SIZE),
+)
+"""Keys of config.json that say how much transformers builds, in the words of its families, and the most that is built."""
 NORM = "post_expert_norm.weight"
 AUTO_MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",  # first: the next one may have the text alone
@@ -186,10 +190,9 @@ def build_on_meta(path: Path) -> Any:
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
     """Raises CheckpointError for numbers of layers and experts, and for sizes, that no model has: each would be built."""
     for key, value in _numbers(config):
-        layers, experts = LAYER_COUNT.search(key), EXPERT_COUNT.search(key)
-        most = MAX_LAYERS if layers else MAX_EXPERTS if experts else MAX_SIZE if key.endswith("_size") else None
-        if most is not None and value > most and not key.endswith("vocab_size"):
-            raise CheckpointError(f"{source}: {key} is {shown(value)}, at most {most} can be served")
+        for words, most in COUNTS:
+            if value > most and words.match(key):
+                raise CheckpointError(f"{source}: {key} is {shown(value)}, at most {most} can be served")
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise CheckpointError(f"{source}: architectures must be a list of names, got {shown(names)}")

@@ -24,7 +24,7 @@ from benchmarks import reports
 with atheris.instrument_imports(include=["epserve.serving"]):
     from epserve.config import ServerConfig
     from epserve.errors import CallerError, Overloaded
-    from epserve.serving import codec, wire
+    from epserve.serving import codec, replies, wire
     from epserve.serving import epserve_pb2 as pb
     from epserve.serving import inference_pb2 as kserve
     from epserve.serving.kserve_messages import to_forward_request
@@ -65,7 +65,7 @@ def pass_door(request: pb.ForwardRequest, contents: dict, chosen: codec.Door) ->
     if decoded.ids is not None:
         assert decoded.ids.shape == decoded.weights.shape == (checked.tokens, 3)
         assert not decoded.ids.numel() or -1 <= decoded.ids.min() <= decoded.ids.max() < 8
-    for tensor in codec.encode_reply(decoded.hidden, checked).values():
+    for tensor in replies.encode_reply(decoded.hidden, checked).tensors.values():
         assert tensor.region is not None or len(tensor.data) == tensor.nbytes
 
 

@@ -59,7 +59,7 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
     from ray.serve.config import gRPCOptions
 
     from epserve.modular_kernel import RankContext
-    from epserve.serving import codec
+    from epserve.serving import codec, replies
     from epserve.step import StepPlan
     from epserve.worker import Worker
 
@@ -84,7 +84,7 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
             x = self._door.decode(checked, assembly.finish()).hidden
             out = await self._joined((checked.layer, x)) if batched else self._step(checked.layer, x)
             reply = pb.ForwardReply(request_id=checked.request_id)
-            return wire.reply_message(codec.encode_reply(out, checked), reply, inline=True)
+            return wire.reply_message(replies.encode_reply(out, checked).tensors, reply, inline=True)
 
         @serve.batch(max_batch_size=JOIN_MOST, batch_wait_timeout_s=JOIN_WAIT_S)
         async def _joined(self, requests: list[Any]) -> list[torch.Tensor]:

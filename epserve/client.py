@@ -72,24 +72,27 @@ class Client(Endpoint):
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
         """The layer's output for `hidden`, (tokens, hidden size) bf16, fp16 or fp32: same shape, kind, dtype and device.
 
         topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none; topk_weights: floats of that shape. Without both
         the layer's gate chooses, and shared experts are added. timeout: seconds, default `ClientOptions.timeout_s`. request_id:
         for logs on both sides. region: of `register_region` or `register_cuda_region`, for large tensors on one host.
-        wire_format: fp8 for half the bytes. Raises CallerError at once; ServiceError when no attempt was in time.
+        wire_format: fp8 for half the bytes. not_finite_rows: a list that is filled with the numbers of rows that hold NaN or
+        infinity; without one such a result raises NotFinite. Raises CallerError at once, ServiceError when none was in time.
         """
-        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         return self._forward(request, self._attempts(timeout), None)
 
     def forward_async(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
         """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
-        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         future = ForwardFuture()
         self._check_open()
         context = contextvars.copy_context()  # the caller's span is the parent there too
@@ -264,9 +267,10 @@ class AsyncClient(Endpoint):
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "",
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
         """As Client.forward."""
-        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format)
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         attempts = self._attempts(timeout)
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:

@@ -5,6 +5,7 @@
     │   ├── InvalidRequest                 INVALID_ARGUMENT    a field's dtype, shape, ids or values
     │   ├── UnknownLayer                   NOT_FOUND           no such MoE layer in the served model
     │   ├── TooLarge                       OUT_OF_RANGE        above a configured limit, named in the message
+    │   ├── NotFinite                      OUT_OF_RANGE        the result of finite values passed the largest number
     │   ├── Unauthenticated                UNAUTHENTICATED     missing or wrong token
     │   └── PermissionDenied               PERMISSION_DENIED   a known client that may not do this
     ├── OperatorError                      the set-up is wrong; raised before anything is served
@@ -55,6 +56,12 @@ class UnknownLayer(CallerError):
 
 
 class TooLarge(CallerError):
+    grpc_status = "OUT_OF_RANGE"
+
+
+class NotFinite(CallerError):
+    """The request's values are finite, its result is not; the message names layer and rows. It concerns no other request."""
+
     grpc_status = "OUT_OF_RANGE"
 
 

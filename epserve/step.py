@@ -80,6 +80,8 @@ class StepPlan:
     """For each rank, as its shares, where some lie on its GPU; empty: none do on any, or on this one."""
     refused: dict[int, dict[str, Any]] = field(default_factory=dict, compare=False)
     """Filled while the step runs: parts that a rank could not take from, or put into, a region of its GPU, and why."""
+    not_finite: dict[int, list[int]] = field(default_factory=dict, compare=False)
+    """Filled while the step runs: parts whose results went into a region of a GPU -> rows of them that are not finite."""
     left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
     """Filled while the step runs: parts whose tokens chose experts that are on no rank, and which."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from epserve.config import ServerConfig
 from epserve.errors import CallerError, InvalidRequest, TooLarge, UnknownLayer
-from epserve.serving import codec, wire
+from epserve.serving import codec, replies, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import epserve_pb2_grpc as pb_grpc
 from epserve.serving.status import error_of_rpc
@@ -54,7 +54,7 @@ def test_hidden_states_arrive_in_the_models_dtype_and_leave_in_the_callers(dtype
     decoded = pass_door(door, make_request(x))
     assert decoded.hidden.dtype == model
     assert torch.equal(decoded.hidden, x.to(model))
-    reply = codec.encode_reply(decoded.hidden, checked)[pb.HIDDEN_STATES]
+    reply = replies.encode_reply(decoded.hidden, checked).tensors[pb.HIDDEN_STATES]
     assert wire.DTYPE_NAMES[reply.dtype] == str(dtype).removeprefix("torch.")
     assert reply.shape == (tokens, 32)
 

@@ -95,6 +95,29 @@ class TestRank:
         finally:
             memory.free()
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_results_that_are_not_finite_where_they_go_are_told_by_row(self, dtype):
+        """Rows of 1e30 are finite in float32, also where their sum is not, and infinite in a region of float16."""
+        memory, regions = FakeGpuMemory(1 << 16, 0), RankRegions(FakeDeviceMemory(0))
+        try:
+            self.opened(memory, regions)
+            target = RegionRows(region=7, offset=0, dtype=dtype)
+            parts = (
+                DeviceRows(rows=3, target=target),
+                DeviceRows(rows=2),
+                DeviceRows(rows=3, target=target.row(3, HIDDEN)),
+            )
+            rows = StepRows(regions, parts, tokens(8))
+            y = rows.to(torch.device("cpu")).clone()
+            y[1], y[3], y[6], y[7, 5] = 1e30, float("nan"), 3e38, float("-inf")
+            rows.put(y, None)
+            y.zero_()  # the next step's
+            rows.finish()
+            assert rows.not_finite == ({0: [1], 2: [1, 2]} if dtype == torch.float16 else {2: [2]})
+            assert not rows.refused, "row 3 goes to the host, where it is looked at"
+        finally:
+            memory.free()
+
     def test_values_that_are_not_finite_are_found_and_large_ones_are_not_taken_for_such(self):
         memory, regions = FakeGpuMemory(1 << 16, 0), RankRegions(FakeDeviceMemory(0))
         try:

@@ -17,7 +17,7 @@ import torch
 
 from epserve.client import AsyncClient, Client
 from epserve.config import parse_config
-from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge
+from epserve.errors import EpserveError, InvalidRequest, NotFinite, NotReady, TooLarge
 from epserve.models.demo import reference_block
 from epserve.runtime import members
 from epserve.runtime.peers import Peers
@@ -190,6 +190,28 @@ class TestService:
                 await until(lambda: not len(server._calls.regions))
         finally:
             memory.free()
+
+    @pytest.mark.parametrize("number", [0, 1])
+    async def test_a_result_that_is_not_finite_is_told_and_concerns_its_request_only(self, service, number):
+        _, server, _ = service
+        large, good = tokens(4), tokens(30, 5)
+        large[1:3] = 1e30
+        async with (
+            AsyncClient(server.address) as client,
+            client.register_cuda_region(SIZE, device=number) as first,
+            client.register_cuda_region(SIZE, device=number) as second,
+        ):
+            expected, rows, fine = await client.forward(LAYER, good), [], [7]
+            refused = client.forward(LAYER, large, region=first)
+            calls = [refused, client.forward(LAYER, large, region=first, not_finite_rows=rows)]
+            calls += [client.forward(LAYER, good, region=second, not_finite_rows=fine) for _ in range(4)]
+            error, kept, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(error, NotFinite) and "layer 1 makes NaN or infinity of 2 of 4 tokens (rows 1, 2)" in str(
+            error
+        )
+        assert rows == [1, 2] and kept.isfinite().all(1).tolist() == [True, False, False, True] and fine == []
+        for y in others:
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
     async def test_bad_requests_say_why(self, service):
         _, server, _ = service

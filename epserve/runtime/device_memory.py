@@ -169,9 +169,12 @@ class StepRows:
         self.dtype = host_MK.dtype
         self.refused: dict[int, dict[str, Any]] = {}
         """Part -> what its request is told."""
+        self.not_finite: dict[int, list[int]] = {}
+        """Part whose result went into a region -> its rows that hold NaN or infinity, as they are there."""
         self._x_MK: torch.Tensor | None = None
         self._sums: dict[int, torch.Tensor] = {}
         self._totals = torch.empty(0)
+        self._largest: dict[int, torch.Tensor] = {}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
         x_MK = self._x_MK = torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -195,7 +198,9 @@ class StepRows:
         for number, (part, rows_MK) in enumerate(self._rows_of(y_MK)):
             if part.target is not None and number not in self.refused:
                 try:
-                    self._regions.view(part.target, *rows_MK.shape).copy_(rows_MK, non_blocking=True)
+                    made_MK = rows_MK.to(part.target.dtype)
+                    self._regions.view(part.target, *rows_MK.shape).copy_(made_MK, non_blocking=True)
+                    self._largest[number] = _to_host(_largest(made_MK))
                 except Refused as error:
                     self._refuse(number, error)
         pinned = y_MK.device.type == "cuda"
@@ -212,10 +217,14 @@ class StepRows:
         return out_MK
 
     def finish(self) -> None:
-        """When the results have been waited for: `refused` then has the rows that are not finite, too."""
+        """When the results have been waited for: `refused` then has the rows that are not finite, too, and `not_finite` those of
+        results."""
         for number, total in zip(self._sums, self._totals.tolist(), strict=True):
             if not math.isfinite(total):
                 self._look_at(number)
+        for number, largest_M in self._largest.items():
+            if rows := largest_M.isfinite().logical_not().nonzero().flatten().tolist():
+                self.not_finite[number] = rows
 
     def _look_at(self, number: int) -> None:
         """A sum that is not finite may have passed the largest number: then each value is looked at."""
@@ -254,6 +263,18 @@ def from_json(parts: Sequence[Any]) -> tuple[DeviceRows, ...]:
         return RegionRows(region=int(region), offset=int(offset), dtype=DTYPES[dtype])
 
     return tuple(DeviceRows(rows=int(count), source=one(source), target=one(target)) for count, source, target in parts)
+
+
+def _largest(rows_MK: torch.Tensor) -> torch.Tensor:
+    """`(M,)`: the largest magnitude of each row, NaN and infinity where a row holds them. One pass."""
+    return torch.linalg.vector_norm(rows_MK, math.inf, dim=1)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """From a GPU through pinned memory, and not waited for."""
+    if values.device.type != "cuda":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _close(memory: Opened) -> None:

@@ -352,7 +352,8 @@ class _Guest:
             self._fail(call, error)
         else:
             left_out = sorted(getattr(batch, "left_out", ()))
-            self.link.send({"kind": "result", "call": call, "left_out": left_out}, [] if out_MK.is_meta else [out_MK])
+            told = {"left_out": left_out, "not_finite": sorted(getattr(batch, "not_finite", ()))}
+            self.link.send({"kind": "result", "call": call, **told}, [] if out_MK.is_meta else [out_MK])
 
     async def _change(self, call: int, header: dict[str, Any]) -> None:
         """What somebody asked of the front end, which has checked that he may."""

@@ -55,6 +55,8 @@ class Batch:
     """`check_routing` has seen ids and weights, as this model's. The engine reads them all itself where it has not."""
     left_out: set[int] = field(default_factory=set, compare=False)
     """Filled while it is served: experts that the answer had to do without (engine.when_experts_missing)."""
+    not_finite: set[int] = field(default_factory=set, compare=False)
+    """Filled while it is served, with a `target` only: rows of the result that are not finite. Others are looked at here."""
     source: RegionRows | None = None
     """Where the hidden states lie, on the GPU of one rank: all rows then go to that rank, which checks their values."""
     target: RegionRows | None = None

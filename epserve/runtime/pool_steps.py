@@ -82,7 +82,10 @@ class PoolSteps:
                 plan.left_out.setdefault(share[part][0], set()).update(experts)
         if plan.device_rows:
             for mine, future in zip(plan.shares, futures, strict=True):
-                plan.refused.update({mine[part][0]: why for part, why in future.result().get("refused", ())})
+                told = future.result()
+                plan.refused.update({mine[part][0]: why for part, why in told.get("refused", ())})
+                # What is tied to a rank has all its rows there.
+                plan.not_finite.update({mine[part][0]: rows for part, rows in told.get("not_finite", ())})
         return out_MK
 
     def take_phases(self, step: int) -> tuple[dict[str, float], ...]:

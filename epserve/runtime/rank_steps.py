@@ -126,6 +126,8 @@ class RankSteps:
                 rows.finish()
                 if rows.refused:
                     told["refused"] = list(rows.refused.items())
+                if rows.not_finite:
+                    told["not_finite"] = list(rows.not_finite.items())
             return told, [home] if out is None else []
 
         self._begun.put(plan.step)

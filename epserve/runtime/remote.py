@@ -228,8 +228,9 @@ class RemoteEngine:
         elif header["kind"] == "changed":
             call.future.set_result(header["value"])
         else:
-            if call.batch is not None and header["left_out"]:
+            if call.batch is not None:
                 call.batch.left_out.update(header["left_out"])
+                call.batch.not_finite.update(header["not_finite"])
             call.future.set_result(tensors[0] if tensors else _elsewhere(call.batch))
 
     def step(self, header: dict[str, Any]) -> None:

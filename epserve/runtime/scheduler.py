@@ -262,6 +262,9 @@ class Scheduler:
         self._tokens_per_s = _average(self._tokens_per_s, step.num_tokens / seconds)
         self._step_s = _average(self._step_s, seconds)
         self._note_missing(step, plan)
+        for part, rows in plan.not_finite.items():
+            piece = step.pieces[part]
+            piece.item.batch.not_finite.update(piece.start + row for row in rows)
         for part, why in plan.refused.items():
             self._fail([step.pieces[part].item], refusal(step.pieces[part], why))
         for item in hand_out(step, out_MK, shares):
@@ -308,6 +311,7 @@ class Scheduler:
             item.taken = item.done = 0
             item.out_MK = None
             item.batch.left_out.clear()
+            item.batch.not_finite.clear()
             again.append(item)
         self.replays += len(again)
         self._queue.put_back(again)

@@ -18,7 +18,7 @@ import grpc
 from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded, PermissionDenied
 from epserve.runtime.planning import Batch, Priority
-from epserve.serving import codec, sockets, wire
+from epserve.serving import codec, replies, sockets, wire
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving.clients import Account, Accounts
 from epserve.serving.cuda_regions import CudaRegistry
@@ -238,7 +238,7 @@ class Calls:
                 decoded = await _maybe_in_thread(checked.work, self.door.decode, checked, buffers)
                 decoded_at = time.perf_counter()
                 watch.decoded()
-                left_out: set[int] = set()
+                left_out, not_finite = set[int](), set[int]()
                 if checked.tokens:
                     batch = Batch(
                         layer=checked.layer,
@@ -251,6 +251,7 @@ class Calls:
                         priority=checked.priority,
                         trace=watch.trace,
                         left_out=left_out,
+                        not_finite=not_finite,
                         claim=caller.account.claim(checked.nbytes),
                         routing_checked=True,
                         source=checked.source,
@@ -261,8 +262,8 @@ class Calls:
                 else:
                     out = decoded.hidden  # no rows: nothing to ask of the ranks
                 computed_at = time.perf_counter()
-                work = out.nbytes if codec.converts_reply(out, checked) else 0
-                tensors = await _maybe_in_thread(work, codec.encode_reply, out, checked)
+                work = out.nbytes if checked.target is None else 0
+                encoded = await _maybe_in_thread(work, replies.encode_reply, out, checked, not_finite)
             engine_s = computed_at - decoded_at
             timings = pb.Timings(
                 codec_us=round((time.perf_counter() - started - engine_s) * 1e6),
@@ -271,8 +272,13 @@ class Calls:
                 steps_us=round(times.steps * 1e6),
             )
             watch.sent, status = out.nbytes, "OK"
-            reply = pb.ForwardReply(request_id=checked.request_id, timings=timings, left_out_experts=sorted(left_out))
-            return tensors, reply
+            reply = pb.ForwardReply(
+                request_id=checked.request_id,
+                timings=timings,
+                left_out_experts=sorted(left_out),
+                not_finite_rows=encoded.not_finite,
+            )
+            return encoded.tensors, reply
         except TimeoutError as error:
             status = "DEADLINE_EXCEEDED"
             raise DeadlineExceeded(

@@ -26,6 +26,7 @@ from epserve.serving import epserve_pb2 as pb
 from epserve.serving import fp8, wire
 from epserve.serving.cuda_regions import CudaRegion, check_use
 from epserve.serving.regions import Region, Slice
+from epserve.serving.replies import all_finite
 from epserve.step import RegionRows
 
 HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
@@ -50,6 +51,7 @@ class CheckedRequest:
     slices: Mapping[pb.Field, Slice]
     output: Slice | None
     reply_dtype: pb.DType
+    keep_not_finite: bool = False
     priority: Priority = Priority.NORMAL
 
     nbytes: int
@@ -168,6 +170,7 @@ class Door:
             slices=slices,
             output=output,
             reply_dtype=reply_dtype,
+            keep_not_finite=request.keep_not_finite,
             priority=priority,
             nbytes=total,
             reply_bytes=0 if output is not None else reply_bytes,
@@ -277,7 +280,7 @@ class Door:
             scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
             hidden = fp8.dequantise(hidden, scales, self.info.dtype)
         sent, hidden = hidden, hidden.to(self.info.dtype)
-        if not _all_finite(hidden):
+        if not all_finite(hidden):
             row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
             value = sent[row, column].item()
             became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
@@ -288,34 +291,6 @@ class Door:
         return wire.decode(
             buffers.get(which, b""), checked.headers[which], as_torch=True, make_buffer=self._make_buffer
         )
-
-
-def converts_reply(out: torch.Tensor, checked: CheckedRequest) -> bool:
-    """Whether `encode_reply` touches the values, and does not only say where they lie."""
-    if checked.target is not None:
-        return False
-    return checked.output is not None or wire.DTYPE_NAMES[checked.reply_dtype] != str(out.dtype).removeprefix("torch.")
-
-
-def encode_reply(out: torch.Tensor, checked: CheckedRequest) -> dict[pb.Field, wire.WireTensor]:
-    """The result `(M, K)` in the dtype that the request asks for; written to its region, if it names one."""
-    if checked.reply_dtype == pb.FP8_E4M3:
-        rows, scales = fp8.quantise(out)
-        return {
-            pb.HIDDEN_STATES: wire.encode(rows, "hidden_states"),
-            pb.HIDDEN_SCALES: wire.encode(scales, "hidden_scales"),
-        }
-    where = checked.output
-    if where is not None and where.on_gpu:  # the rank has put it there
-        tensor = wire.WireTensor(dtype=checked.reply_dtype, shape=tuple(out.shape), data=memoryview(b""))
-    else:
-        tensor = wire.encode(out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype])), "hidden_states")
-    if where is not None:
-        if not where.on_gpu:
-            where.write(tensor.data)
-        placed = pb.RegionSlice(region=where.region.name, offset=where.offset, byte_size=where.nbytes)
-        tensor = tensor.placed(placed)
-    return {pb.HIDDEN_STATES: tensor}
 
 
 def _on_gpu(where: Slice | None, dtype: pb.DType) -> RegionRows | None:
@@ -361,9 +336,3 @@ def _two_dims(name: str, tensor: pb.Tensor, meaning: str) -> tuple[int, int]:
     if rows < 0 or columns < 0:
         raise InvalidRequest(f"{name}: shape ({rows}, {columns}) has a negative dimension", field=name)
     return rows, columns
-
-
-def _all_finite(x: torch.Tensor) -> bool:
-    """A sum that is finite has only such terms, and is the quickest to compute. One that is not may have passed the largest
-    number: then each value is looked at."""
-    return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())

@@ -43,6 +43,7 @@ class Endpoint:
     def _request(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any,
         request_id: str, region: ClientRegion | CudaClientRegion | None, wire_format: WireFormat,
+        not_finite_rows: list[int] | None,
     ) -> OutgoingRequest:  # fmt: skip
         return OutgoingRequest(
             layer,
@@ -53,6 +54,7 @@ class Endpoint:
             region=region,
             wire_format=wire_format,
             priority=self.options.priority,
+            not_finite_rows=not_finite_rows,
         )
 
     def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from epserve.errors import CallerError, InternalError, InvalidRequest, Overloaded
+from epserve.errors import CallerError, InternalError, InvalidRequest, NotFinite, Overloaded
 from epserve.serving import epserve_pb2 as pb
 from epserve.serving import status, wire
 from epserve.serving.client_checks import check_no_gradient, check_request_id, whole_number
@@ -52,6 +52,7 @@ class OutgoingRequest:
     def __init__(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str,
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
+        not_finite_rows: list[int] | None = None,
     ):  # fmt: skip
         if (topk_ids is None) != (topk_weights is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
@@ -82,6 +83,11 @@ class OutgoingRequest:
                 self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
         self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer), priority=_priority(priority))
+        if not_finite_rows is not None and not isinstance(not_finite_rows, list):
+            text = f"not_finite_rows: must be a list, which the reply fills, got {type(not_finite_rows).__name__}"
+            raise InvalidRequest(text, field="not_finite_rows")
+        self._not_finite_rows = not_finite_rows
+        self.header.keep_not_finite = not_finite_rows is not None
         self.reply_dtype = pb.FP8_E4M3 if wire_format == "fp8" else plain.dtype
         if wire_format != "plain":
             self.header.reply_dtype = self.reply_dtype
@@ -171,6 +177,8 @@ class OutgoingRequest:
         if reply.left_out_experts:
             experts = ", ".join(map(str, reply.left_out_experts))
             log.warning("request %s: answered without experts %s, which are on no rank now", reply.request_id, experts)
+        if self._not_finite_rows is not None:
+            self._not_finite_rows[:] = reply.not_finite_rows
         got = reply.hidden_states
         if (got.dtype, tuple(got.shape)) != (self.reply_dtype, self._shape):
             wanted = f"{self._shape} {self.reply_dtype}"
@@ -222,7 +230,20 @@ class OutgoingRequest:
         as_torch = wire.is_torch(self.like)
         dtype = self.like.dtype if as_torch else getattr(torch, self.like.dtype.name)
         result = fp8.dequantise(rows, wire.decode(scales, scales_header, as_torch=True), dtype)
+        self._look_at(result)
         return result.to(self.like.device) if as_torch else result.numpy()
+
+    def _look_at(self, result: Any) -> None:
+        """Of values that got another dtype here, which the service has not seen. Raises NotFinite."""
+        wrong = result.isfinite().all(1).logical_not().nonzero().flatten().tolist()
+        if self._not_finite_rows is not None:
+            self._not_finite_rows[:] = sorted({*self._not_finite_rows, *wrong})
+        elif wrong:
+            raise NotFinite(
+                f"hidden_states: layer {self.header.layer} gives values above the largest {result.dtype} in {len(wrong)} rows,"
+                f" the first is row {wrong[0]}; send a wider dtype, or keep the rows (not_finite_rows=[])",
+                field="hidden_states",
+            )
 
 
 def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:

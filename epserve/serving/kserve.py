@@ -276,5 +276,5 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         held.enter_context(calls.admitting(checked, caller))
         for which, data in contents.items():
             assembly.add(which, data)
-        tensors, _ = await calls.run(checked, assembly.finish(), deadline, caller)
-        return to_response(request, tensors[pb.HIDDEN_STATES])
+        tensors, reply = await calls.run(checked, assembly.finish(), deadline, caller)
+        return to_response(request, tensors[pb.HIDDEN_STATES], reply.not_finite_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ OUTPUT = "hidden_states"
 VERSION = "1"
 """Of every layer."""
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+KEEP_NOT_FINITE, NOT_FINITE_ROWS = "keep_not_finite", "not_finite_rows"
+"""Of a request, and of its response: the numbers of rows with commas between them."""
 REFUSED_PARAMETERS = ("classification", "sequence_id")
 """Extensions that would change what the answer means; other unknown parameters are ignored, as the protocol says."""
 
@@ -38,7 +40,9 @@ def to_forward_request(
 ) -> tuple[pb.ForwardRequest, dict[pb.Field, bytes]]:
     """The same request without its inline bytes, and those. Raises InvalidRequest."""
     _check_parameters(request.parameters, "parameters")
-    translated = pb.ForwardRequest(layer=layer, priority=_priority(request.parameters))
+    translated = pb.ForwardRequest(
+        layer=layer, priority=_priority(request.parameters), keep_not_finite=_keep_not_finite(request.parameters)
+    )
     contents: dict[pb.Field, bytes] = {}
     raw, fields = list(request.raw_input_contents), {name: which for which, name in wire.FIELDS.items()}
     seen = set()
@@ -80,7 +84,9 @@ def to_forward_request(
     return translated, contents
 
 
-def to_response(request: kserve.ModelInferRequest, result: wire.WireTensor) -> kserve.ModelInferResponse:
+def to_response(
+    request: kserve.ModelInferRequest, result: wire.WireTensor, not_finite_rows: Sequence[int] = ()
+) -> kserve.ModelInferResponse:
     """Its one output: with the bytes, or where they lie in a region."""
     output = kserve.ModelInferResponse.InferOutputTensor(
         name=OUTPUT, datatype=DATATYPE_NAMES[result.dtype], shape=result.shape
@@ -88,6 +94,8 @@ def to_response(request: kserve.ModelInferRequest, result: wire.WireTensor) -> k
     response = kserve.ModelInferResponse(
         model_name=request.model_name, model_version=VERSION, id=request.id, outputs=[output]
     )
+    if not_finite_rows:
+        response.parameters[NOT_FINITE_ROWS].string_param = ",".join(map(str, not_finite_rows))
     if result.region is None:
         response.raw_output_contents.append(bytes(result.data))
     else:
@@ -159,6 +167,11 @@ def _priority(parameters: Mapping[str, kserve.InferParameter]) -> pb.Priority:
             f"parameters: priority {level}, must be 1 (high), 2 (normal), 3 (low) or 0", field="priority"
         )
     return PRIORITY_LEVELS[level]
+
+
+def _keep_not_finite(parameters: Mapping[str, kserve.InferParameter]) -> bool:
+    """Ours: rows that are not finite come as they are, and the response names them."""
+    return KEEP_NOT_FINITE in parameters and _value(parameters, KEEP_NOT_FINITE, "bool_param", "parameters")
 
 
 def timeout_s(parameters: Mapping[str, kserve.InferParameter]) -> float | None:

@@ -36,12 +36,13 @@ class Pipeline:
 
     async def forward(
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
-        timeout: float | None = None, request_id: str = "",
+        timeout: float | None = None, request_id: str = "", not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
         """As AsyncClient.forward. Raises EpserveError."""
         request = OutgoingRequest(
-            layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority
-        )
+            layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority,
+            not_finite_rows=not_finite_rows,
+        )  # fmt: skip
         attempts = Attempts(self._options.retry, self._options.timeout_s if timeout is None else timeout)
         while True:
             try:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from epserve import service_manager
 from epserve.cluster import node
 from epserve.errors import ConfigError
 
@@ -148,13 +149,20 @@ def claim(ready_file: Path) -> None:
 
 @contextmanager
 def write_ready(ready_file: Path | None, facts: Mapping[str, Any]) -> Iterator[None]:
-    """The file is there, whole, while the block runs.
+    """The service manager is told, and the file is there, whole, while the block runs.
 
     Where it cannot be written, as on a full disk, the block runs all the same and the file is tried again.
     """
-    if ready_file is None:
-        yield
-        return
+    service_manager.notify(service_manager.READY, f"STATUS=serving on port {facts.get('port')}")
+    with _file_there(ready_file, facts) if ready_file is not None else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            service_manager.notify(service_manager.STOPPING, "STATUS=finishing accepted calls")
+
+
+@contextmanager
+def _file_there(ready_file: Path, facts: Mapping[str, Any]) -> Iterator[None]:
     over = threading.Event()
     trying = None
     if error := _written(ready_file, facts):

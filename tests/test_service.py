@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epserve import service
+from epserve import service, service_manager
 from epserve.cluster import node
 from epserve.models.demo import write_demo_checkpoint
 from epserve.process import write_ready
@@ -249,3 +250,41 @@ def alive(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class TestServiceManager:
+    """What systemd is told (`Type=notify`), over the socket that it names."""
+
+    @pytest.fixture(params=["path", "abstract"])
+    def manager(self, request, tmp_path, monkeypatch):
+        address = str(tmp_path / "notify") if request.param == "path" else f"@epserve-test-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+            heard.bind(address if request.param == "path" else "\0" + address[1:])
+            heard.setblocking(False)
+            monkeypatch.setenv("NOTIFY_SOCKET", address)
+            yield heard
+
+    def test_it_hears_of_the_start_and_of_the_stop(self, manager, tmp_path):
+        with write_ready(None, {"port": 7}):
+            assert manager.recv(500).decode().split("\n") == ["READY=1", "STATUS=serving on port 7"]
+        assert manager.recv(500).decode().split("\n")[0] == "STOPPING=1"
+
+    @pytest.mark.parametrize("address", ["", "not/absolute", "/nowhere/at/all"])
+    def test_one_that_does_not_listen_changes_nothing(self, address, monkeypatch, tmp_path):
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        with write_ready(tmp_path / "ready", {"port": 7}):
+            assert (tmp_path / "ready").exists()
+        assert not (tmp_path / "ready").exists()
+
+    def test_one_whose_queue_is_full_does_not_stop_the_service(self, manager):
+        while service_manager.notify("STATUS=x"):
+            pass
+        with write_ready(None, {"port": 7}):
+            pass
+
+    def test_the_unit_starts_the_command_and_waits_for_it(self):
+        unit = (pathlib.Path(__file__).parent.parent / "deploy" / "systemd" / "epserve.service").read_text()
+        lines = unit.splitlines()
+        assert {"Type=notify", "KillMode=mixed", "WantedBy=multi-user.target", "RestartPreventExitStatus=2"} <= set(
+            lines
+        )

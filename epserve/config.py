@@ -87,7 +87,8 @@ class EngineConfig(_Section):
     max_tokens_per_rank: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"
-    """rank: partial sums of each rank are added, fewest bytes. slot: the same bits for any number of ranks."""
+    """rank: partial sums of each rank are added, fewest bytes; last bits may change when experts move. slot: the same bits for
+    any number of ranks and wherever the experts are, at the price of more bytes and of the all-to-alls that cannot do it."""
     dispatch_quantised: bool = True
     """Send rows in fp8 where the checkpoint and the backend both allow it."""
     experts_per_rank: tuple[int, ...] = ()

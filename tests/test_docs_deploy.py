@@ -13,7 +13,11 @@ from epserve.cluster.file import Settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("quickstart", "deploy", "operations", "security", "troubleshooting")
-FOREIGN = {"InvalidToken", "InvalidAuthToken", "ray status", "ray up"}  # Ray's words, not ours
+FOREIGN = {
+    "InvalidToken", "InvalidAuthToken", "ray status", "ray up", "uv run", "epserve serve",
+    "Version mismatch: The cluster was started with",
+}  # fmt: skip
+"""Words of Ray and uv, and commands."""
 
 
 def page(name: str) -> str:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import queue
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -102,20 +103,21 @@ def profile_layer(request: ProfileRequest) -> ProfileResult:
     request.check()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer of the ranks' torch; it tells of every start and stop
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     inbox = context.Queue()
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, request, store.port, inbox), daemon=True, name=f"rank{rank}")
-        for rank in range(request.world_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        answers = _collect(request, ranks, inbox)
-    finally:
+    with tempfile.TemporaryDirectory() as folder:  # mode 0700: other users cannot name a rank's peers
+        store = os.path.join(folder, "store")
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, request, store, inbox), daemon=True, name=f"rank{rank}")
+            for rank in range(request.world_size)
+        ]
         for process in ranks:
-            process.join(GRACE_S)
-            process.kill()
+            process.start()
+        try:
+            answers = _collect(request, ranks, inbox)
+        finally:
+            for process in ranks:
+                process.join(GRACE_S)
+                process.kill()
     medians, error = [phases for phases, _ in answers], max(error for _, error in answers)
     if not error <= TOLERANCE[request.sizes.scheme]:
         limit = TOLERANCE[request.sizes.scheme]
@@ -157,17 +159,17 @@ def _collect(request: ProfileRequest, ranks: list[Any], inbox: Any) -> list[tupl
     return [answers[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(rank: int, request: ProfileRequest, port: int, inbox: Any) -> None:
+def _rank_main(rank: int, request: ProfileRequest, store: str, inbox: Any) -> None:
     try:
-        inbox.put((rank, _profile_rank(rank, request, port)))
+        inbox.put((rank, _profile_rank(rank, request, store)))
     except EpserveError as error:
         inbox.put((rank, error))
     except Exception:
         inbox.put((rank, traceback.format_exc()))
 
 
-def _profile_rank(rank: int, request: ProfileRequest, port: int) -> tuple[dict[str, float], float]:
-    ranks = _join(rank, request, port)
+def _profile_rank(rank: int, request: ProfileRequest, store: str) -> tuple[dict[str, float], float]:
+    ranks = _join(rank, request, store)
     sizes, cap = request.sizes, max(1, request.tokens)
     prepare_finalize = all2all.REGISTRY.get(request.all2all).prepare_finalize
     if prepare_finalize.capability.activation_format is FusedMoEActivationFormat.BatchedExperts:
@@ -197,7 +199,7 @@ def _profile_rank(rank: int, request: ProfileRequest, port: int) -> tuple[dict[s
     return medians, error
 
 
-def _join(rank: int, request: ProfileRequest, port: int) -> RankContext:
+def _join(rank: int, request: ProfileRequest, path: str) -> RankContext:
     torch.set_num_threads(1)
     device, group = torch.device("cpu"), None
     if request.device == "cuda":
@@ -205,7 +207,8 @@ def _join(rank: int, request: ProfileRequest, port: int) -> RankContext:
         torch.cuda.set_device(device)
     if request.world_size > 1:
         timeout = timedelta(seconds=request.timeout_s)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(path, request.world_size)
         backend = "nccl" if request.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
         group = dist.group.WORLD

@@ -6,6 +6,7 @@ import torch
 from epserve import backend_choice
 from epserve.config import parse_config
 from epserve.models.demo import reference_block
+from epserve.runtime.door import LinkAddress
 from epserve.runtime.groups import GroupAddress
 from epserve.runtime.rank import RankActor
 from epserve.step import Arrangement
@@ -13,6 +14,7 @@ from epserve.worker import Worker
 from tests.checkpoints import LAYER, write
 
 GENERATION = 3
+NOWHERE = LinkAddress(token="", protocol="store")
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def rank(tmp_path, monkeypatch):
     for method, *args in (
         ("set_up", 0, arrangement),
         ("load",),
-        ("join", GroupAddress(host="", port=0, generation=GENERATION)),
+        ("join", GroupAddress(store=NOWHERE, generation=GENERATION)),
     ):
         assert actor.call(method, *args).failure is None, method
     return actor, path
@@ -55,7 +57,7 @@ def test_what_ended_operations_leave_behind_is_no_result(rank):
     told, tensors, _ = ask(actor)
     assert not tensors and told["failure"]["consequence"]
     assert "another rank is gone, the operations of this step were ended" in told["failure"]["message"]
-    assert actor.call("join", GroupAddress(host="", port=0, generation=GENERATION + 1)).failure is None
+    assert actor.call("join", GroupAddress(store=NOWHERE, generation=GENERATION + 1)).failure is None
     told, (again,), _ = ask(actor, GENERATION + 1)
     assert "failure" not in told and torch.equal(again, y)
 

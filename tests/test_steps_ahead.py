@@ -13,7 +13,7 @@ from epserve.runtime.groups import GroupAddress
 from epserve.runtime.step_server import MOST_LATER, StepServer
 from epserve.runtime.transport import SocketLink
 from tests.grpc_calls import until
-from tests.test_rank_actor import GENERATION, LAYER, rank
+from tests.test_rank_actor import GENERATION, LAYER, NOWHERE, rank
 
 __all__ = ["rank"]  # a fixture
 LIMIT_S = 30.0
@@ -114,7 +114,7 @@ def ahead(rank, monkeypatch):
 
 def test_whoever_wants_the_rank_waits_for_what_has_begun(ahead):
     first, second = begin(ahead, 1), begin(ahead, 2)
-    joining = threading.Thread(target=ahead.call, args=("join", GroupAddress(host="", port=0, generation=4)))
+    joining = threading.Thread(target=ahead.call, args=("join", GroupAddress(store=NOWHERE, generation=4)))
     joining.start()
     joining.join(0.2)
     assert joining.is_alive()
@@ -149,7 +149,7 @@ def test_a_step_that_fails_takes_those_behind_it_along(ahead, monkeypatch):
     assert told["failure"]["consequence"]
     told, tensors = begin(ahead, 3)
     assert told["failure"]["consequence"]
-    assert ahead.call("join", GroupAddress(host="", port=0, generation=5)).failure is None
+    assert ahead.call("join", GroupAddress(store=NOWHERE, generation=5)).failure is None
     assert "failure" not in begin(ahead, 4, generation=5)()[0]
 
 

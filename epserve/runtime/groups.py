@@ -18,8 +18,12 @@ import ray
 import torch
 import torch.distributed as dist
 
+from .door import LinkAddress
+from .store import RankStore, StoreServer
+
 SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
 LEAVE_TIMEOUT_S = 5.0  # tenths of a second; a library that hangs in it does not come back
+_stores: list[RankStore] = []
 _leaving = threading.Lock()  # torch has one default group for each process, and two threads may want to end it
 
 
@@ -27,25 +31,19 @@ _leaving = threading.Lock()  # torch has one default group for each process, and
 class GroupAddress:
     """The store of the process groups; each generation has its own prefix in it."""
 
-    host: str
-    port: int
+    store: LinkAddress
     generation: int
 
 
 class StoreActor:
-    """Owns the TCPStore of all generations. It is no rank, so that no rank's death takes the store along."""
+    """Owns the store of all generations. It is no rank, so that no rank's death takes the store along."""
 
     def __init__(self):
-        self._host = ray.util.get_node_ip_address()
-        # Torch itself would listen on all addresses. The kernel picks a port that is free while it binds.
-        listener = socket.create_server((self._host, 0))
-        self._store = dist.TCPStore(
-            self._host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        self._store = StoreServer(ray.util.get_node_ip_address())
 
     def address(self, generation: int) -> GroupAddress:
-        return GroupAddress(host=self._host, port=self._store.port, generation=generation)
+        self._store.forget(f"{_prefix(generation - 2)}/")  # of the one before, ranks may still be leaving
+        return GroupAddress(store=self._store.address, generation=generation)
 
 
 def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Any:
@@ -57,16 +55,28 @@ def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device,
     # Torch otherwise ends this process when its watchdog sees that another rank is gone. The supervisor decides that.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    store = _store_at(address.store, timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"gen{address.generation}", store),
+        store=dist.PrefixStore(_prefix(address.generation), store),
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return dist.group.WORLD
+
+
+def _store_at(address: LinkAddress, timeout: timedelta) -> RankStore:
+    """One for all generations of a store, kept with those before: torch's threads may use one longer than its group."""
+    if not _stores or _stores[-1].address != address:
+        _stores.append(RankStore(address, timeout))
+    _stores[-1].set_timeout(timeout)
+    return _stores[-1]
+
+
+def _prefix(generation: int) -> str:
+    return f"gen{generation}"
 
 
 def share_gpu() -> None:

@@ -89,7 +89,7 @@ def join(rank: int, address: GroupAddress, answers) -> None:
 
 
 def test_junk_of_strangers_changes_nothing_and_groups_form_in_it(server):
-    """Torch's TCPStore lists its keys to strangers and takes theirs. Gloo allocated what junk in the next group's keys claimed."""
+    """Torch's TCPStore lists its keys to strangers and takes theirs. Gloo allocated what junk in the next keys claimed."""
     host, port = server.address.host, server.address.port
     with pytest.raises((dist.DistNetworkError, dist.DistStoreError, RuntimeError)):
         dist.TCPStore(host, port, is_master=False, timeout=SHORT).set("gen7/0//cpu//0/1", b"\xff" * 64)

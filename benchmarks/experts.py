@@ -8,7 +8,8 @@
 
 Each cell is checked against a float64 reference, then timed as one CUDA graph over several different inputs: the median of 7 to
 60 replays, whose output, filled with NaN before, is checked again. Peers' times (`peers/h200.csv`: best of vLLM, SGLang,
-DeepGEMM, triton_kernels, torch) were measured in the same way with the same inputs. Exit status 1 when a cell failed or was
+DeepGEMM, triton_kernels, torch, hpc-ops) were measured in the same way with the same inputs; those that are installed run
+beside ours in `benchmarks.experts_in_turn`. Exit status 1 when a cell failed or was
 wrong.
 """
 

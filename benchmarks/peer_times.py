@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.expert_inputs import BYTES_PER_S, FLOPS_PER_S, SHAPES
 
 PEERS = ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "sglang_triton", "triton_kernels", "deepgemm_contig",
-         "deepgemm_masked", "torch_gmm")  # fmt: skip
+         "deepgemm_masked", "torch_gmm", "hpc_ops")  # fmt: skip
 SHAPE, EXPERTS = "dsv3_ep8", 32
 
 

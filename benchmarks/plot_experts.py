@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "experts_h200_uniform.json"
 PEERS = HERE / "peers" / "h200.csv"
 OUT = HERE.parent / "docs" / "images" / "experts_h200.svg"
-LINES = ("vllm_triton", "sglang_triton", "triton_kernels", "deepgemm_masked", "deepgemm_contig", "torch_gmm")
+LINES = ("vllm_triton", "sglang_triton", "triton_kernels", "deepgemm_masked", "deepgemm_contig", "torch_gmm", "hpc_ops")
 
 
 def panels() -> tuple[str, list[drawing.Panel]]:

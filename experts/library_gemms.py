@@ -47,16 +47,21 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
 
     align = 1
     """First row of an expert is a multiple of this."""
-    wants_owner = False
-    """A library that takes the expert of each row; others take the experts' ends."""
+    fills_out = False
+    """The library writes into memory that it is given; others return memory of their own."""
 
     def __init__(self, spec):
         super().__init__(spec)
         self._launcher: Launcher | None = None
 
+    @property
+    def wants_owner(self) -> bool:
+        """The library takes the expert of each row; others take the experts' ends."""
+        return False
+
     @abstractmethod
     def multiply(self, x: Operand, weights: ExpertWeights, *, first: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """x w13^T (first) or x w2^T: `(rows, 2N)` or `(rows, K)` in the model's dtype. `out`: where, if `wants_owner`."""
+        """x w13^T (first) or x w2^T: `(rows, 2N)` or `(rows, K)` in the model's dtype. `out`: where, if `fills_out`."""
 
     def launcher(self) -> Launcher:
         if self._launcher is None:
@@ -138,7 +143,7 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
             operands.append(None if mode == FLOAT else r2.take(shape, torch.float32))
             r2.used = start  # the first product has read its rows before the second's are written
         xq, xs, hq, hs = operands
-        results = [r13.take((rows, columns), dtype) if self.wants_owner else None for columns in (2 * N, K)]
+        results = [r13.take((rows, columns), dtype) if self.fills_out else None for columns in (2 * N, K)]
         b = Buffers(
             num_rows=rows, max_tiles=0, xq=xq, xs=xs, h=hq, hs=hs, hq=hq, part=None, y=None, inv=inv, counts=counts
         )

@@ -13,7 +13,7 @@ ALIGN = 128
 
 
 class DeepGemm:
-    """The package `deep_gemm` 2 on compute capability 9.0, as far as experts use it."""
+    """The package `deep_gemm` 2 on compute capability 9.0, as far as experts use it, before it took experts' ends."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -43,6 +43,20 @@ class DeepGemm:
             assert bool(((owners == owner) | (owners < 0)).all()), "a tile has one expert"
             weight = w[owner].float() * w_scales[owner].repeat_interleave(128, 0).repeat_interleave(128, 1)
             d[start : start + ALIGN] = (wide[start : start + ALIGN] @ weight.T).bfloat16()
+
+
+class DeepGemmByEnds(DeepGemm):
+    """A version with `use_psum_layout`: ends[e] is one past expert e's last row, and each expert begins at a whole tile."""
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, d, grouped_layout, recipe=None, compiled_dims="nk",
+                                         disable_ue8m0_cast=False, use_psum_layout=False):  # fmt: skip
+        assert use_psum_layout and grouped_layout.dtype == torch.int32 and grouped_layout.shape == (b[0].shape[0],)
+        owner, start = torch.full((a[0].shape[0],), -1, dtype=torch.int32), 0
+        for expert, end in enumerate(grouped_layout.tolist()):
+            assert start <= end <= len(owner), "experts overlap"
+            owner[start:end] = expert
+            start = -(-end // ALIGN) * ALIGN
+        super().m_grouped_fp8_gemm_nt_contiguous(a, b, d, owner, recipe, compiled_dims, disable_ue8m0_cast)
 
 
 def private_scaled_grouped_mm(mat_a, mat_b, scale_a, scale_b, offs=None, bias=None, scale_result=None, out_dtype=None,

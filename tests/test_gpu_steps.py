@@ -153,6 +153,21 @@ def test_replays_equal_eager_steps_bit_for_bit(pf_name, experts_name, world, in_
     )
 
 
+def memory_comes_back(device: torch.device) -> bool:
+    """Memory that two streams have used is free again, which torch's allocator puts off as long as a capture is under way."""
+
+    def active() -> int:
+        return torch.cuda.memory_stats(device)["active_bytes.all.current"]
+
+    before, other = active(), torch.cuda.Stream(device)
+    x = torch.empty(1 << 24, dtype=torch.uint8, device=device)
+    x.record_stream(other)
+    del x
+    torch.cuda.synchronize(device)
+    torch.empty(1, device=device)  # the allocator looks at its events when it is asked
+    return active() <= before
+
+
 def captures_after_trouble(ranks: RankContext, trouble: str) -> None:
     """Whatever became of earlier captures, a new one replays the eager step's bits, on the caller's stream."""
     manager, kernel, weights = kernel_of(ranks, "local", "triton", BUCKETS[-1])
@@ -183,6 +198,7 @@ def captures_after_trouble(ranks: RankContext, trouble: str) -> None:
                 assert "use_count" not in str(caught.value), caught.value
                 armed.clear()
             assert len(graphs) == 0 and torch.cuda.current_stream() == stream
+            assert memory_comes_back(ranks.device), "the allocator takes the broken capture for one under way"
         graphs.capture("c", weights, None)
         again = graphs.replay("c", x, routing, shared=False, bucket=8)
         assert torch.equal(again, graphs.padded_eager(x, routing, weights, None, 8))

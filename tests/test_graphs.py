@@ -153,9 +153,15 @@ def test_after_a_failed_capture_nothing_is_left_and_the_next_one_begins_anew():
 
 
 @pytest.mark.parametrize("at", ["begin", "run", "end"])
-def test_a_capture_that_fails_gives_the_stream_back(monkeypatch, at):
-    """torch.cuda.graph makes a stream current, and keeps it so where its own begin or end raises."""
-    current = ["caller's"]
+def test_a_capture_that_fails_gives_the_stream_back_and_leaves_the_allocator(monkeypatch, at):
+    """torch.cuda.graph makes a stream current, and keeps it so where its own begin or end raises. The allocator goes on to ask a
+    graph that could not be ended, until it is told otherwise."""
+    current, recording, uses = ["caller's"], set(), []
+
+    def end(device, pool):
+        if pool not in recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        recording.remove(pool)
 
     @contextmanager
     def stream(which):
@@ -173,13 +179,20 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch, at):
             current[0] = "capture's"
             if at == "begin":
                 raise RuntimeError("begin")
+            recording.add("pool")
+            uses.append("pool")
 
         def __exit__(self, *error):
             if at != "run":
                 raise RuntimeError("end")
+            recording.remove("pool")
+            uses.remove("pool")
             current[0] = "caller's"
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: uses.remove(pool), raising=False)
     for name, value in (("stream", stream), ("graph", Graph), ("CUDAGraph", object)):
         monkeypatch.setattr(torch.cuda, name, value)
 
@@ -190,7 +203,7 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch, at):
 
     with pytest.raises(RuntimeError, match=at):
         TorchCapture().record("pool", run)
-    assert current == ["caller's"]
+    assert current == ["caller's"] and not recording and not uses
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 1), (8, 1), (1, 1)])

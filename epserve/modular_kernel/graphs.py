@@ -65,20 +65,38 @@ class TorchCapture:
         graph = torch.cuda.CUDAGraph()
         # The outer one: torch.cuda.graph leaves its own stream current where it cannot begin or end.
         # "thread_local": other threads of this process may allocate meanwhile.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            run()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                run()
+        except BaseException:
+            self._close(pool)
+            raise
         return graph
+
+    @staticmethod
+    def _close(pool: Any) -> None:
+        """Takes a capture that could not be ended out of torch's allocator.
+
+        torch leaves it there: the allocator then asks the graph, which is gone by then, at every allocation whether it is still
+        capturing, and gives no memory back that another stream has used.
+        """
+        device = torch.cuda.current_device()
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError:  # the capture ended, or never began: the allocator does not know it
+            return
+        torch._C._cuda_releasePool(device, pool)
 
 
 class GraphPool:
     """Graphs that share memory, and the only owner of both: they replay one at a time, and what they leave lies outside.
 
     Two rules of torch's allocator stand behind it. A pool whose graphs are all gone is closed and refused ("use_count > 0"),
-    so the first graph after that gets another pool. A capture that cannot be ended stays open in its pool, which then takes
-    no other: after any failure every graph of the pool is dropped, and the next capture begins anew.
+    so the first graph after that gets another pool. A pool in which a capture could not be ended takes no other: after any
+    failure every graph of the pool is dropped, and the next capture begins anew.
     """
 
     def __init__(self, capture: Any):

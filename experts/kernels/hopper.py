@@ -169,28 +169,31 @@ def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count
     zero = gl.zeros((ROWS, SIDE), gl.float32, layout)
     acc0, acc1 = zero, zero
     sa, s0, s1 = gl.load(sa_at, mask=real, other=0.0), gl.load(s0_at), gl.load(s1_at)
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
     for kb in range(NK):
         s = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(full.index(s), phase)
         x, w = a.index(s), b.index(s)
         product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
-        nx = gl.minimum(kb + 1, ALL - 1 - k0)  # the next block's scales, ahead of their use
+        # Beside the first product: the stage before is given back, and the next block's scales come ahead of their use.
+        barrier_of_warps()
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+        nx = gl.minimum(kb + 1, ALL - 1 - k0)
         sa2, s02, s12 = gl.load(sa_at + nx * XK, mask=real, other=0.0), gl.load(s0_at + nx), gl.load(s1_at + nx)
         p = warpgroup_mma_wait(0, deps=[product])
         if LAG % 2 == 1 and not LAST:
             mbarrier.arrive(ours, count=1, pred=kb == LAG // 2)
         acc0 = _here(acc0 + p * gl.expand_dims(sa * s0, 1))
-        mbarrier.wait(full.index(s), phase)  # complete: see `_here`
         product = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
+        step += 1
+        # Beside the second one: the wait for the next stage.
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=kb + 1 < NK)
         p = warpgroup_mma_wait(0, deps=[product])
         if LAG > 0 and LAG % 2 == 0 and not LAST:
             mbarrier.arrive(ours, count=1, pred=kb == LAG // 2 - 1)
-        barrier_of_warps()
-        mbarrier.arrive(empty.index(s), count=1)
         acc1 += p * gl.expand_dims(sa * s1, 1)
         sa, s0, s1 = sa2, s02, s12
-        step += 1
+    barrier_of_warps()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     return acc0, acc1, step
 
 

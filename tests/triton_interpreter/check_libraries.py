@@ -58,11 +58,14 @@ def test_cutlass_by_the_public_function_alone(monkeypatch):
     judge(case, CutlassExperts(case.spec))
 
 
+@pytest.mark.parametrize("version", [fake.DeepGemm, fake.DeepGemmByEnds])
 @pytest.mark.parametrize("case", BLOCKS, ids=lambda case: f"{'quantised-' * case.quantised_input}{case}")
-def test_deepgemm(case, monkeypatch):
-    library = fake.DeepGemm()
+def test_deepgemm(case, version, monkeypatch):
+    library = version()
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
-    judge(case, DeepGemmExperts(case.spec))
+    experts = DeepGemmExperts(case.spec)
+    assert experts.wants_owner == (version is fake.DeepGemm)
+    judge(case, experts)
     assert library.calls == (4 if case.tokens else 0)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epserve.unix_peers import same_user
 
@@ -35,7 +35,7 @@ class LinkAddress:
     name: str = ""
     host: str = ""
     port: int = 0
-    token: str
+    token: str = field(repr=False)  # no log shows it
     protocol: str
 
     def connect(self, timeout_s: float | None = None) -> socket.socket:

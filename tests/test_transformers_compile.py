@@ -124,3 +124,26 @@ def test_operators_fulfil_their_contract(service, remote):
     else:
         arguments = service.name, 0, 8, x, torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
         torch.library.opcheck(operators._experts, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_generation_with_a_static_cache_on_a_gpu(path):
+    """transformers compiles it there by itself, with CUDA graphs; the rank is on the CPU."""
+    torch._dynamo.reset()
+    settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    ids = IDS.cuda()
+    with epserve.transformers.connect(InProcess(path, max_tokens=32)) as service:
+        remote = epserve.transformers.from_pretrained(path, service, device_map="cuda").eval()
+        wanted = remote.generate(input_ids=ids, **settings)
+        called = service.transport.calls
+        torch._dynamo.utils.counters.clear()
+        got = remote.generate(input_ids=ids, cache_implementation="static", **settings)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        assert service.transport.calls - called == called, "each step called each layer, none was replayed from a graph"
+        graphs = torch.compile(remote, mode="reduce-overhead", fullgraph=True)
+        for _ in range(4):  # warm-up, recording, replays
+            before = service.transport.calls
+            torch.testing.assert_close(logits(graphs, ids), logits(remote, ids), rtol=1e-4, atol=1e-4)
+            assert service.transport.calls - before == 4
+    assert torch.equal(got, wanted)

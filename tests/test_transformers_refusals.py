@@ -228,6 +228,7 @@ WRITES = {
     "register": lambda experts: experts.register_parameter("down_proj", nn.Parameter(torch.zeros(3))),
     "set item": set_item,
     "+=": add,
+    "delete": lambda experts: delattr(experts, "down_proj"),
     "init": lambda experts: nn.init.normal_(experts.down_proj),
     "requires_grad_": lambda experts: experts.down_proj.requires_grad_(True),
     "read": lambda experts: experts.down_proj.sum(),

@@ -55,8 +55,9 @@ def test_assisted_generation(models, draft):
     assert torch.equal(remote.generate(input_ids=PROMPTS[1:], do_sample=False, **TOKENS, **way), wanted)
 
 
-def test_what_a_forward_returns(models):
-    with torch.no_grad():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_forward_returns(models, mode):
+    with mode():
         ours, theirs = (
             model(PROMPTS, attention_mask=MASK, output_hidden_states=True, output_router_logits=True, labels=PROMPTS)
             for model in reversed(models)

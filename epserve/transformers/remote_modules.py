@@ -99,6 +99,10 @@ class RemoteModule(nn.Module):
         self._refuse(name, "set")
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self._refuse(name, "delete")
+        super().__delattr__(name)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._refuse(name, "register_parameter")
         super().register_parameter(name, param)

@@ -63,7 +63,7 @@ class MortalRank(RankActor):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         clock.enter = mortal  # type: ignore[method-assign]
-        for path in self._worker.kernels.paths.values():
+        for path in self._worker.kernels.first.paths.values():
             if path.kernel is not None:
                 path.kernel.on_phase = mortal
 

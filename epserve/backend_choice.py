@@ -8,18 +8,15 @@ from dataclasses import dataclass
 import all2all
 import experts
 from all2all.tensor_parallel import TensorParallelManager
-from epserve.errors import ConfigError, Incompatible
+from epserve.errors import Incompatible
 from epserve.modular_kernel import (
     Backends,
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
-    FusedMoEMethodBase,
     LayerSpec,
     Registry,
     TopKWeightAndReduceNoOP,
     Tuning,
-    UnquantizedFusedMoEMethod,
-    methods_quant,
     why_not,
 )
 from epserve.modular_kernel.selection import Measuring
@@ -37,17 +34,6 @@ RIVALS = {
     ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
 }
 """Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
-
-METHODS: tuple[type[FusedMoEMethodBase], ...] = (
-    UnquantizedFusedMoEMethod,
-    methods_quant.Fp8MoEMethod,
-    methods_quant.CompressedTensorsW8A8Fp8MoEMethod,
-    methods_quant.CompressedTensorsW8A8Int8MoEMethod,
-    methods_quant.ModelOptFp8FusedMoE,
-    methods_quant.ModelOptNvFp4FusedMoE,
-    methods_quant.Mxfp4MoEMethod,
-    methods_quant.CompressedTensorsW8A8Fp8MoECutlassMethod,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +125,6 @@ def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
     backends = {name: experts.REGISTRY.get(name) for name in known}
     return tuple(name for name, backend in backends.items()
                  if not backend.unavailable() and not why_not(record, backend.capability, spec))  # fmt: skip
-
-
-def method_for(scheme: str, experts_name: str = "") -> type[FusedMoEMethodBase]:
-    """The method class whose weights are stored in `scheme`; the first one in METHODS where several are. A class that
-    multiplies with one experts backend alone is taken with that backend only."""
-    found = [method for method in METHODS if scheme in {config.scheme for config in method.quant_configs()}]
-    if not found:
-        known = sorted({config.scheme for method in METHODS for config in method.quant_configs()})
-        raise ConfigError(f"quantisation {scheme!r} has no method class yet (served: {', '.join(known)})")
-    bound = [method for method in found if method.EXPERTS == experts_name != ""]
-    return (bound or [method for method in found if not method.EXPERTS])[0]
 
 
 def _slot_reasons(backend: FusedMoEExpertsModular) -> tuple[str, ...]:

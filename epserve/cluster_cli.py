@@ -133,6 +133,8 @@ def _show_plan(found) -> None:
         f" at most {found.max_tokens_per_rank} tokens a rank; {name}:"
     )
     Console().print(table)
+    for line in found.layers:
+        print(line)
     need, have = (f"{size / unit:.2f} {name}" for size in (found.worst.total, found.memory))
     if not found.memory:
         print("memory of a rank: unknown here; --memory-gib says it")

@@ -15,7 +15,6 @@ from epserve import backend_choice, machine, rank_plan
 from epserve.config import Config
 from epserve.errors import ConfigError
 from epserve.models import ModelInfo, open_checkpoint
-from epserve.models.layout import allocate
 from epserve.modular_kernel import FusedMoEActivationFormat
 from epserve.rank_plan import RankPlan
 from experts import rows
@@ -57,6 +56,8 @@ class MemoryPlan:
     ranks: tuple[RankMemory, ...]
     memory: int
     largest_cap: int
+    layers: tuple[str, ...] = ()
+    """A line for each group of layers: stored as, served as, by which kernel, bytes a rank."""
 
     @property
     def worst(self) -> RankMemory:
@@ -117,19 +118,9 @@ def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, r
         max_tokens_per_rank=config.engine.max_tokens_per_rank,
         ranks=ranks,
         memory=memory,
+        layers=tuple(group.describe() for group in plan.groups),
         largest_cap=_largest_cap(config, info, plan, runtime, memory) if memory else 0,
     )
-
-
-def expert_bytes(info: ModelInfo, num_experts: int, device: str) -> int:
-    """Of one layer's experts with their biases and scales, and on the CPU the zeros behind their rows."""
-    tensors = allocate(info, num_experts, torch.device("meta")).tensors()
-    zeros = [
-        each.numel() // each.shape[-1] * (rows.padded(each.shape[-1], each.dtype, device) - each.shape[-1])
-        for name, each in tensors.items()
-        if name in ("w13_eNK", "w2_eKN")
-    ]
-    return _bytes(tensors.values()) + sum(zeros) * info.dtype.itemsize
 
 
 def dense_bytes(info: ModelInfo, device: str) -> int:
@@ -145,12 +136,12 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
     layers, most = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
     row = shape.hidden * shape.dtype.itemsize
     dense = dense_bytes(info, plan.spec.device) * layers
-    sliced = replace(info, intermediate=shape.intermediate)
 
     @functools.cache
     def one(count: int, rank: int) -> RankMemory:
-        asked = rank_plan.memory_asked(plan.paths, rank)
-        shared, buffers = asked.pop("workspaces"), sum(asked.values())
+        asked = [rank_plan.memory_asked(group.paths, rank) for group in plan.groups]
+        shared = sum(each.pop("workspaces") for each in asked)
+        buffers = sum(size for each in asked for size in each.values())
         # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
         standard = backend_choice.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
         received = most if standard else most * count
@@ -158,7 +149,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         return RankMemory(
             rank=rank,
             experts=count,
-            weights=expert_bytes(sliced, count, plan.spec.device) * layers,
+            weights=sum(group.expert_bytes(count) * len(group.layers) for group in plan.groups),
             dense=dense,
             workspaces=shared,
             buffers=buffers,
@@ -180,7 +171,8 @@ def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, 
     while low < high:
         middle = (low + high + 1) // 2
         engine = config.engine.model_copy(update={"max_tokens_per_rank": middle})
-        capped = replace(plan, paths=rank_plan.with_cap(plan.paths, engine))
+        groups = (replace(group, paths=rank_plan.with_cap(group.paths, engine)) for group in plan.groups)
+        capped = replace(plan, groups=tuple(groups))
         ranks = _every_rank(config.model_copy(update={"engine": engine}), info, capped, runtime)
         low, high = (middle, high) if max(rank.total for rank in ranks) <= memory else (low, middle - 1)
     return low
@@ -193,10 +185,6 @@ def _memory_here(config: Config, device: str) -> int:
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(0).total_memory // config.cluster.ranks_per_gpu
-
-
-def _bytes(tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def parse_gib(value: float | None) -> int | None:

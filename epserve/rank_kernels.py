@@ -1,4 +1,4 @@
-"""The kernels of one rank: one for each all-to-all path over the same weights, and how a step runs on the chosen one.
+"""The kernels of one rank for layers that are served alike: one for each all-to-all path, and how a step runs on the chosen one.
 
 Most services have one path. With `engine.all2all: measured` there are several, which share their workspaces: a step takes the
 one that was fastest for its number of tokens (`modular_kernel/crossover.py`). A path runs a step as a CUDA graph where one was
@@ -15,6 +15,7 @@ import torch
 
 import all2all
 from epserve.config import Config
+from epserve.layer_groups import LayerGroup, PathPlan
 from epserve.models import LayerWeights
 from epserve.modular_kernel import (
     ExpertWeights,
@@ -30,7 +31,7 @@ from epserve.modular_kernel.in_flight import TwoInFlight, why_not_two
 from epserve.modular_kernel.kernel import SharedExperts
 from epserve.modular_kernel.known_times import KnownTimes
 from epserve.modular_kernel.selection import Choice, MeasuredExperts
-from epserve.rank_plan import PathPlan, RankPlan, measuring, tuning
+from epserve.rank_plan import measuring, tuning
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,12 @@ def _no_phase(phase: str) -> None:
 class Path:
     """One all-to-all with its experts. What outlives a process group: the experts object and the workspaces."""
 
-    def __init__(self, plan: RankPlan, path: PathPlan, config: Config, known: KnownTimes):
+    def __init__(self, plan: LayerGroup, path: PathPlan, config: Config, known: KnownTimes):
         self.plan, self.config = path, config
         tiles = tuning(config)
         if known.started:
             tiles = replace(tiles, budget_s=0.0)
         self.method = plan.method(path.spec, path.chosen.as_backends(replace(measuring(config), known=known), tiles))
-        self.experts: FusedMoEExpertsModular | None = None
         self.kernel: FusedMoEModularKernel | None = None
         self.two: TwoInFlight | None = None
         self.graphs: StepGraphs | None = None
@@ -60,16 +60,17 @@ class Path:
     def name(self) -> str:
         return self.plan.chosen.all2all
 
+    @property
+    def experts(self) -> FusedMoEExpertsModular | None:
+        return self.method.experts
+
     def build(self, ranks: RankContext, first: Workspaces, second: Workspaces) -> None:
         """Collective."""
         if self.kernel is not None:
             return
-        prepare_finalize = self.method.maybe_make_prepare_finalize(ranks, self.plan.options)
-        assert prepare_finalize is not None, "a layer without experts needs no kernel"
-        if self.experts is None:
-            self.experts = self.method.select_gemm_impl(prepare_finalize)
-        self.kernel = FusedMoEModularKernel(prepare_finalize, self.experts, workspaces=first)
-        self.method.kernel = self.kernel
+        self.kernel = self.method.init_prepare_finalize(ranks, self.plan.options, workspaces=first)
+        prepare_finalize = self.kernel.prepare_finalize
+        assert self.experts is not None
         self.notes.clear()
         engine = self.config.engine
         if engine.batches_in_flight > 1:
@@ -136,7 +137,7 @@ class Path:
 class RankKernels:
     """All paths of one rank. `build` and `warm_up` are collective; a step is, too."""
 
-    def __init__(self, plan: RankPlan, config: Config, ranks: RankContext, known: KnownTimes | None = None):
+    def __init__(self, plan: LayerGroup, config: Config, ranks: RankContext, known: KnownTimes | None = None):
         """known: what was measured for former arrangements, to which is added what is measured here."""
         self.plan = plan
         self.known = known if known is not None else KnownTimes()
@@ -168,8 +169,7 @@ class RankKernels:
     def prepare_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """What every path's experts class makes of them: one set of tensors with everything derived."""
         for path in self.paths.values():
-            assert path.experts is not None, "build() comes first"
-            experts = path.experts.prepare_weights(experts)
+            experts = path.method.process_weights_after_loading(experts)
         return experts
 
     def warm_up(self, weights: LayerWeights, on_phase: OnPhase) -> None:
@@ -261,8 +261,9 @@ class RankKernels:
         for path in self.paths.values():
             backends = path.method.backends
             path.method.backends = replace(backends, tuning=replace(backends.tuning, again=again, thorough=True))
-            path.experts = path.method.make_experts(all2all.REGISTRY.get(path.name).prepare_finalize)
-            prepared = path.experts.prepare_weights(weights)
+            path.method.experts = path.method.make_experts(all2all.REGISTRY.get(path.name).prepare_finalize)
+            assert path.experts is not None
+            prepared = path.method.process_weights_after_loading(weights)
             most = path.plan.options.max_tokens_per_rank * self.ranks.world_size
             path.experts.tune(prepared, most)
             if isinstance(path.experts, MeasuredExperts):

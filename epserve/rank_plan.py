@@ -11,19 +11,19 @@ import torch
 import all2all
 import experts
 from epserve import ranges
-from epserve.backend_choice import Chosen, activation_format, choose_backends, describe, method_for
+from epserve.backend_choice import Chosen, activation_format, choose_backends, describe
 from epserve.config import Config, EngineConfig
 from epserve.errors import ConfigError, Incompatible
+from epserve.layer_groups import LayerGroup, PathPlan, choose_group, kinds_of
 from epserve.models import ModelInfo
-from epserve.models.slices import check_slices
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
-    FusedMoEMethodBase,
     LayerSpec,
     PrepareFinalizeOptions,
+    QuantConfig,
     Tuning,
     crossover,
 )
@@ -40,31 +40,35 @@ MEASURED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PathPlan:
-    """One all-to-all with its experts. `cap`: most tokens of the busiest rank in a step that may take it; None: any."""
-
-    chosen: Chosen
-    spec: LayerSpec
-    options: PrepareFinalizeOptions
-    cap: int | None = None
-
-    @property
-    def inner_options(self) -> PrepareFinalizeOptions:
-        """Of the all-to-all itself, to which ranks that share experts bring each other's tokens too."""
-        return replace(self.options, max_tokens_per_rank=self.options.max_tokens_per_rank * self.spec.layout.slices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """`layers`: the MoE layers to serve. `spec`: their common shape, with physical experts."""
+    """`layers`: the MoE layers to serve. `groups`: those that are stored and served alike, the one with most layers first."""
 
     layers: tuple[int, ...]
     placement: Placement
-    spec: LayerSpec
-    chosen: Chosen
-    method: type[FusedMoEMethodBase]
-    paths: tuple[PathPlan, ...]
-    """One, or the candidates of measured selection; the first is `chosen`."""
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def first(self) -> LayerGroup:
+        return self.groups[0]
+
+    @property
+    def spec(self) -> LayerSpec:
+        """Of the first group; others differ in their quantisation alone."""
+        return self.first.spec
+
+    @property
+    def chosen(self) -> Chosen:
+        return self.first.chosen
+
+    @property
+    def paths(self) -> tuple[PathPlan, ...]:
+        """Of all groups."""
+        return tuple(path for group in self.groups for path in group.paths)
+
+    @property
+    def served(self) -> dict[int, QuantConfig]:
+        """In which scheme each layer's experts lie on the ranks."""
+        return {layer: group.spec.quant for group in self.groups for layer in group.layers}
 
 
 def resolve_device(device: str) -> str:
@@ -86,7 +90,6 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         raise ConfigError(
             f"experts_per_rank lists {len(engine.experts_per_rank)} ranks, engine.ranks is {engine.ranks}{shared}"
         )
-    check_slices(info.intermediate, info.quant, info.activation, slices)
     placement = first_placement(config, info)
     shape = ExpertShape(
         hidden=info.hidden,
@@ -99,24 +102,21 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
         shape=shape,
         layout=placement.layout,
         device=device,
-        quant=info.quant,
         activation=info.activation,
         bias=info.bias,
     )
-    paths = choose_paths(spec, config, here=here)
+    layers = served_layers(config, info)
+    groups = tuple(
+        choose_group(kind, of, spec, whole=info.sizes, named=engine.experts,
+                     paths_of=lambda asked: choose_paths(asked, config, here=here))
+        for kind, of in kinds_of(info, layers)
+    )  # fmt: skip
     # A file that is wrong is found before any weight is read.
     if here and engine.experts_tiles not in ("auto", "shipped"):
-        for path in paths:
+        for path in (path for group in groups for path in group.paths):
             for name in (path.chosen.experts, *path.chosen.rivals):
                 experts.REGISTRY.get(name)(path.spec).use(tuning(config))
-    return RankPlan(
-        layers=served_layers(config, info),
-        placement=placement,
-        spec=spec,
-        chosen=paths[0].chosen,
-        method=method_for(info.quant.scheme, engine.experts),
-        paths=paths,
-    )
+    return RankPlan(layers=layers, placement=placement, groups=groups)
 
 
 def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple[PathPlan, ...]:
@@ -253,7 +253,8 @@ def first_placement(config: Config, info: ModelInfo) -> Placement:
 def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
     """Raises Incompatible where no pair of backends serves the planned layers with this layout."""
     shape = replace(plan.spec.shape, num_experts=layout.num_experts)
-    choose_paths(replace(plan.spec, shape=shape, layout=layout), config, here=False)
+    for group in plan.groups:
+        choose_paths(replace(group.spec, shape=shape, layout=layout), config, here=False)
 
 
 def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:

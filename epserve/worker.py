@@ -27,6 +27,7 @@ from epserve.errors import CheckpointError, InternalError, NotReady
 from epserve.expert_load import LoadCounter
 from epserve.gate import fitted, route, whole
 from epserve.gate import warm_up as warm_up_gate
+from epserve.layer_kernels import LayerKernels
 from epserve.models import LateCheckpoint, LayerWeights, UnchangedCheckpoint, open_checkpoint
 from epserve.models.slices import SlicedLayers
 from epserve.modular_kernel import RankContext, Routing
@@ -34,7 +35,6 @@ from epserve.modular_kernel.known_times import KnownTable, KnownTimes
 from epserve.modular_kernel.selection import Choice
 from epserve.phases import IDLE, PhaseClock
 from epserve.placement import Placement, left_out, to_physical
-from epserve.rank_kernels import RankKernels
 from epserve.step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepError, StepPlan
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
@@ -77,8 +77,9 @@ class Worker:
             config.model.path, config.model.dtype, opened=open_checkpoint
         )
         self.info = self.checkpoint.info
-        self._source = peers or self._sliced(source or self.checkpoint)
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
+        self.checkpoint.serve_as(self.plan.served)
+        self._source = peers or self._sliced(source or self.checkpoint)
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
@@ -96,7 +97,7 @@ class Worker:
         if times is not None:
             self.known.add(times)
             self.known.started = True
-        self.kernels = RankKernels(self.plan, config, ranks, self.known)
+        self.kernels = LayerKernels(self.plan, config, ranks, self.known)
 
     @property
     def phase(self) -> str:
@@ -138,8 +139,7 @@ class Worker:
     @property
     def weights_bytes(self) -> int:
         """Of the experts, once each; gates and shared experts are small beside them."""
-        tensors = (tensor for layer in self._layers.values() for tensor in layer.experts.tensors().values())
-        return sum(max(tensor.nbytes, _reach(tensor)) for tensor in tensors)
+        return sum(_held_bytes(layer) for layer in self._layers.values())
 
     def warm_up(self) -> None:
         """Collective. Builds the kernel, lets it compile and reserve, then runs one small step a layer."""
@@ -150,7 +150,7 @@ class Worker:
             for weights in self._layers.values():
                 warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype)
             first = next(iter(self._layers.values()))
-            self.kernels.warm_up(first, self.clock.enter)
+            self.kernels.warm_up(self._layers, self.clock.enter)
             if first.shared is not None:
                 first.shared.warm_up()
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
@@ -203,7 +203,7 @@ class Worker:
         """For `epserve tune`: after load(), instead of warm_up() and not collective. What was measured, as `explain`."""
         assert self._layers, "load() comes first"
         with torch.inference_mode():
-            return self.kernels.time_experts(next(iter(self._layers.values())).experts, again)
+            return self.kernels.time_experts(self._layers, again)
 
     def leave(self) -> None:
         """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
@@ -241,7 +241,7 @@ class Worker:
             if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
                 self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
                 # The present ones are for other numbers of experts.
-                self.kernels = RankKernels(self.plan, arrangement.config, ranks, self.known)
+                self.kernels = LayerKernels(self.plan, arrangement.config, ranks, self.known)
             self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
@@ -287,12 +287,12 @@ class Worker:
         source: other than the checkpoint. Raises what it raises, CheckpointError for a checkpoint that was changed.
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
-        needed = self.weights_bytes // len(self._layers)
+        needed = _held_bytes(self._layers[layer])
         if self._free_bytes() < needed * STAGING_MARGIN:
             return False
         wanted = placement.experts_of(self.ranks.rank)
         read = (source or self).load_layer(layer, wanted, self.ranks.device)
-        ready = self.kernels.prepare_weights(read.experts)
+        ready = self.kernels.prepare_weights(layer, read.experts)
         read = replace(self._with_dense(read), experts=ready)
         self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read)
         return True
@@ -321,7 +321,7 @@ class Worker:
     def _sliced(self, source: LayerSource) -> LayerSource:
         """Where ranks share experts: of this rank's slice. Its number does not change with another place."""
         slices = self.config.engine.tensor_parallel
-        return source if slices == 1 else SlicedLayers(source, self.info.quant, self.ranks.rank % slices, slices)
+        return source if slices == 1 else SlicedLayers(source, self.plan.served, self.ranks.rank % slices, slices)
 
     def _take(self, layer: int, experts: tuple[int, ...]) -> None:
         self._layers[layer] = self._with_dense(self.load_layer(layer, experts, self.ranks.device))
@@ -397,7 +397,7 @@ class Worker:
         """Let the experts classes see the layers that were read since."""
         for layer in sorted(self._unprepared & set(self._layers)):
             weights = self._layers[layer]
-            self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(weights.experts))
+            self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(layer, weights.experts))
         self._unprepared.clear()
 
     def _capture(self, layers: Mapping[int, tuple[int, LayerWeights]]) -> None:
@@ -411,6 +411,11 @@ class Worker:
     def _free_bytes(self) -> int:
         """Of the device, this rank's share of it."""
         return free_bytes(self.ranks.device) // self.ranks.sharers
+
+
+def _held_bytes(layer: LayerWeights) -> int:
+    """Of its experts, with what lies behind their rows."""
+    return sum(max(tensor.nbytes, _reach(tensor)) for tensor in layer.experts.tensors().values())
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ from epserve.models import FAMILIES
 from epserve.models.expert_modules import find_layers
 from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
-from epserve.modular_kernel import RankContext, check_routing
+from epserve.modular_kernel import UNQUANTIZED, RankContext, check_routing
 from epserve.serving.served_model import model_reply
 from epserve.step import StepPlan
 from epserve.worker import Worker
@@ -139,6 +139,7 @@ def quantise_experts(path: Path, folder: Path) -> tuple[Path, Path]:
 def _reads_fp8(path: Path, folder: Path) -> bool:
     """The experts of both copies are the same, bit for bit."""
     one, other = (open_generic(copy, read_json(copy / "config.json")) for copy in quantise_experts(path, folder))
+    one.serve_as(dict.fromkeys(one.info.layers, UNQUANTIZED))
     every = range(one.info.num_experts)
     for layer in one.info.layers:
         ours, wanted = (each.load_layer(layer, every).experts.tensors() for each in (one, other))

@@ -118,7 +118,7 @@ def serve(ranks: RankContext, path, sizes, changes) -> list[tuple[str, torch.Ten
     worker = Worker(config_of(path, ranks=ranks.world_size, **changes), ranks)
     worker.load()
     worker.warm_up()
-    agreed = worker.kernels.crossover
+    agreed = worker.kernels.first.crossover
     assert agreed is not None and agreed.caps == {
         "all_to_all": None,
         "allgather_reducescatter": None,
@@ -129,18 +129,18 @@ def serve(ranks: RankContext, path, sizes, changes) -> list[tuple[str, torch.Ten
     assert "all_to_all_batched" not in agreed.times[16]
     # From here on times of our own: the two sizes below must take different ways, on every rank.
     times = {1: {"all_to_all_batched": 1.0, "all_to_all": 2.0}, 4: {"allgather_reducescatter": 1.0, "all_to_all": 2.0}}
-    worker.kernels.crossover = Crossover(caps=agreed.caps, times=times)
+    worker.kernels.first.crossover = Crossover(caps=agreed.caps, times=times)
     results = []
     for step, counts in enumerate(sizes):
         first = sum(counts[: ranks.rank])
         x = tokens(sum(counts))[first : first + counts[ranks.rank]]
         plan = StepPlan(step=step, layer=LAYER, mode="block", tokens_per_rank=tuple(counts))
         y = worker.step(plan, x, None, None)
-        results.append((worker.kernels.crossover.choice(counts), y))
+        results.append((worker.kernels.first.crossover.choice(counts), y))
     before = results[-1][1]
     worker.regroup(ranks)
     worker.warm_up()
-    assert worker.kernels.crossover == Crossover(caps=agreed.caps, times=times), "kept over a regroup"
+    assert worker.kernels.first.crossover == Crossover(caps=agreed.caps, times=times), "kept over a regroup"
     assert torch.equal(worker.step(plan, x, None, None), before)
     assert any("tokens on the busiest rank" in line for line in worker.explain())
     worker.close()

@@ -275,7 +275,7 @@ def steps_on_ranks(ranks: RankContext, path, sizes, engine) -> tuple[list[torch.
         rows = slice(first, first + counts[ranks.rank])
         outs.append(worker.step(plan, x, ids[rows], weights[rows]).cpu())
         worker.check()
-    replays = sum(path.graphs.replays for path in worker.kernels.paths.values() if path.graphs is not None)
+    replays = sum(path.graphs.replays for path in worker.kernels.first.paths.values() if path.graphs is not None)
     notes = worker.explain()
     worker.close()
     return outs, notes, replays

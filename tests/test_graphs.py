@@ -254,7 +254,7 @@ def recorded_steps(ranks: RankContext, path, sizes, engine):
         first = sum(counts[: ranks.rank])
         return tokens(sum(counts))[first : first + counts[ranks.rank]]
 
-    every = [path.graphs for path in worker.kernels.paths.values()]
+    every = [path.graphs for path in worker.kernels.first.paths.values()]
 
     def replays() -> int:
         return sum(graphs.replays for graphs in every)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import epserve.worker
 import experts
-from epserve import backend_choice
 from epserve.config import parse_config
 from epserve.errors import CheckpointError, NotReady
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import ExpertsCapability, FusedMoEActivationFormat, QuantConfig, RankContext
+from epserve.modular_kernel.methods_quant import METHODS
 from epserve.placement import Placement
 from epserve.runtime import hand_over
 from epserve.runtime.copies import LAYER_WIDE, HostCopies, _pick
@@ -30,11 +30,7 @@ from tests.checkpoints import LAYER, write
 from tests.ranks import num_places, run_ranks
 
 EXPERTS, MOVES, TOKENS = 8, 20, 12
-SCHEMES = [
-    (scheme, dynamic)
-    for scheme, dynamic in [*((scheme, False) for scheme in QuantConfig.SCHEMES), ("fp8_tensor", True)]
-    if scheme != "int4"  # no checkpoint brings it: it has no method class
-]
+SCHEMES = [*((scheme, False) for scheme in QuantConfig.SCHEMES), ("fp8_tensor", True)]
 
 
 def case_of(scheme, dynamic):
@@ -72,9 +68,12 @@ class Stored:
 
     def __init__(self, path, scheme, dynamic):
         self._plain = open_checkpoint(path)
-        self.info = dataclasses.replace(self._plain.info, quant=QuantConfig(scheme=scheme, dynamic=dynamic))
+        self.info = dataclasses.replace(self._plain.info, quant=QuantConfig(scheme=scheme, dynamic=dynamic), stored=())
         self.every, _ = triton_cases.make_weights(case_of(scheme, dynamic), "cpu")
         self.reads = 0
+
+    def serve_as(self, served):
+        assert served == dict.fromkeys(served, self.info.quant)
 
     def load_layer(self, layer, wanted, device="cpu"):
         self.reads += len(wanted)
@@ -343,5 +342,5 @@ def test_all_of_256_experts_move_at_once_in_bounded_chunks(tmp_path, monkeypatch
 
 
 def test_every_method_is_covered():
-    known = {config.scheme for method in backend_choice.METHODS for config in method.quant_configs()}
+    known = {config.scheme for method in METHODS for config in method.quant_configs()}
     assert known == {scheme for scheme, _ in SCHEMES}

@@ -28,7 +28,7 @@ class HeldRank(MortalRank):
     """A rank that can be told to wait for ever, as in a kernel, when it enters a phase of its next step."""
 
     def _hang_in(self, phase: str) -> None:
-        for path in self._worker.kernels.paths.values():
+        for path in self._worker.kernels.first.paths.values():
             path.kernel.on_phase = lambda name: time.sleep(600) if name == phase else None
 
 

@@ -134,7 +134,7 @@ def bridge_and_return(ranks: RankContext, path):
     worker = Worker(config, ranks)
     worker.load()
     worker.warm_up()
-    together, crossover = worker.kernels.first.experts, worker.kernels.crossover
+    together, crossover = worker.kernels.first.first.experts, worker.kernels.first.crossover
     full = worker.placements[LAYER]
     timed = []
     measure = MeasuredExperts._measure
@@ -156,9 +156,9 @@ def bridge_and_return(ranks: RankContext, path):
         worker.warm_up()
     finally:
         MeasuredExperts._measure = measure
-    again = worker.kernels.first.experts
+    again = worker.kernels.first.first.experts
     assert again is not together and again.times == together.times and again.carried is None
-    assert worker.kernels.crossover == crossover and crossover.num_ranks == 2
+    assert worker.kernels.first.crossover == crossover and crossover.num_ranks == 2
     worker.close()
     return len(timed), notes
 

@@ -6,7 +6,6 @@ import torch
 import all2all
 import experts
 from all2all.local import LocalPrepareAndFinalize
-from epserve.backend_choice import method_for
 from epserve.errors import CheckpointError, Incompatible
 from epserve.modular_kernel import (
     Backends,
@@ -25,8 +24,11 @@ from epserve.modular_kernel.methods_quant import (
     ModelOptFp8FusedMoE,
     ModelOptNvFp4FusedMoE,
     Mxfp4MoEMethod,
+    method_for,
+    with_input_scales,
 )
 from epserve.modular_kernel.quantization import FP8
+from epserve.modular_kernel.weights import ExpertSizes
 from experts.cutlass import CutlassExperts
 
 K, N, E = 256, 128, 3
@@ -36,6 +38,19 @@ SHAPES = {"gate_proj": (N, K), "up_proj": (N, K), "down_proj": (K, N)}
 def floats(seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=g) * (1 + i) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def loaded(method, experts, scheme, **quant):
+    """What a rank holds after each matrix went through the method class; experts: mappings of `gate_proj.weight` and so on."""
+    quant = QuantConfig(scheme=scheme, **quant)
+    sizes = ExpertSizes(hidden=K, intermediate=N, dtype=torch.bfloat16)
+    weights = method.create_weights(sizes, quant, len(experts), torch.device("cpu"))
+    for slot, expert in enumerate(experts):
+        for role in ("gate", "up", "down"):
+            prefix = f"{role}_proj."
+            matrix = {name.removeprefix(prefix): each for name, each in expert.items() if name.startswith(prefix)}
+            method.load_weights(weights, slot, role, matrix, quant=quant)
+    return weights
 
 
 def per_tensor(values):
@@ -61,7 +76,7 @@ def blocks(values):
         tiles = w.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
         scale = tiles.abs().amax((1, 3)) / 448
         codes = (tiles / scale[:, None, :, None]).reshape(w.shape).to(FP8)
-        made |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+        made |= {f"{name}.weight": codes, f"{name}.weight_scale": scale}
     return made
 
 
@@ -108,8 +123,8 @@ def meaning(weights, scheme, expert):
 )
 def test_means_what_was_stored(method, store, scheme, bound):
     values = [floats(seed) for seed in range(E)]
-    weights, config = method.weights([store(one) for one in values])
-    assert config.scheme == scheme and weights.num_experts == E
+    weights = loaded(method, [store(one) for one in values], scheme)
+    assert weights.num_experts == E and scheme in {config.scheme for config in method.quant_configs()}
     assert weights.w13_eNK.shape == (E, 2 * N, K) and weights.w2_eKN.shape == (E, K, N)
     for expert, value in enumerate(values):
         want = torch.cat([value["gate_proj"], value["up_proj"]]), value["down_proj"]
@@ -128,8 +143,8 @@ def unpacked(codes, scale):
 
 def test_nvfp4_is_exact():
     stored, exact = nvfp4(floats(0))
-    weights, config = ModelOptNvFp4FusedMoE.weights([stored])
-    assert config.scheme == "nvfp4" and weights.w13_eNK.shape == (1, 2 * N, K // 2)
+    weights = loaded(ModelOptNvFp4FusedMoE, [stored], "nvfp4")
+    assert weights.w13_eNK.shape == (1, 2 * N, K // 2)
     want = torch.cat([exact["gate_proj"], exact["up_proj"]])
     assert torch.equal(unpacked(weights.w13_eNK[0], weights.s13[0]), want)
     assert torch.equal(unpacked(weights.w2_eKN[0], weights.s2[0]), exact["down_proj"])
@@ -137,61 +152,63 @@ def test_nvfp4_is_exact():
 
 def test_mxfp4_brings_gate_and_up_apart():
     g = torch.Generator().manual_seed(1)
-    expert = {
-        "gate_up_proj_blocks": torch.randint(0, 256, (2 * N, K // 32, 16), generator=g).to(torch.uint8),
-        "gate_up_proj_scales": torch.randint(120, 130, (2 * N, K // 32), generator=g).to(torch.uint8),
-        "gate_up_proj_bias": torch.randn(2 * N, generator=g),
-        "down_proj_blocks": torch.randint(0, 256, (K, N // 32, 16), generator=g).to(torch.uint8),
-        "down_proj_scales": torch.randint(120, 130, (K, N // 32), generator=g).to(torch.uint8),
-        "down_proj_bias": torch.randn(K, generator=g),
-    }
-    weights, config = Mxfp4MoEMethod.weights([expert])
-    assert config.scheme == "mxfp4" and weights.w13_eNK.shape == (1, 2 * N, K // 2)
-    scale = torch.exp2(expert["gate_up_proj_scales"].float() - 127)
-    whole = unpacked(expert["gate_up_proj_blocks"].flatten(1), scale)
+    blocks = torch.randint(0, 256, (2 * N, K // 32, 16), generator=g).to(torch.uint8)
+    scales = torch.randint(120, 130, (2 * N, K // 32), generator=g).to(torch.uint8)
+    sizes, quant = ExpertSizes(hidden=K, intermediate=N, dtype=torch.bfloat16), QuantConfig(scheme="mxfp4")
+    weights = Mxfp4MoEMethod.create_weights(sizes, quant, 1, torch.device("cpu"))
+    matrix = {"weight": blocks, "weight_scale": scales}
+    Mxfp4MoEMethod.load_weights(weights, 0, "gate_up", matrix, quant=quant, interleaved=True)
+    assert weights.w13_eNK.shape == (1, 2 * N, K // 2)
+    whole = unpacked(blocks.flatten(1), torch.exp2(scales.float() - 127))
     got = unpacked(weights.w13_eNK[0], torch.exp2(weights.s13[0].float() - 127))
     assert torch.equal(got[:N], whole[::2]) and torch.equal(got[N:], whole[1::2])
-    assert torch.equal(weights.b13[0][N:], expert["gate_up_proj_bias"][1::2])
-    assert torch.equal(weights.b2[0], expert["down_proj_bias"])
 
 
 def test_static_scales_are_the_largest_of_the_layer():
-    experts = [per_tensor(floats(seed)) for seed in range(E)]
-    for i, expert in enumerate(experts):
-        for name in SHAPES:
-            expert[f"{name}.input_scale"] = torch.tensor(0.1 * (i + 1))
-    weights, config = Fp8MoEMethod.weights(experts)
-    assert not config.dynamic
-    assert torch.allclose(weights.a1, torch.tensor([0.3])) and torch.allclose(weights.a2, torch.tensor([0.3]))
-    assert Fp8MoEMethod.weights([per_tensor(floats(0))])[1].dynamic
+    weights = loaded(Fp8MoEMethod, [per_tensor(floats(0))], "fp8_tensor")
+    first, second = ([torch.tensor(0.1 * (i + 1)) for i in range(count)] for count in (3, 2))
+    found = with_input_scales(weights, first, second)
+    assert torch.allclose(found.a1, torch.tensor([0.3])) and torch.allclose(found.a2, torch.tensor([0.2]))
+
+
+def test_gate_and_up_get_the_larger_of_their_scales():
+    """The other one's codes are rounded to it: what they mean stays within half a step of e4m3."""
+    stored = per_tensor(floats(0))
+    weights = loaded(Fp8MoEMethod, [stored], "fp8_tensor")
+    scales = [stored[f"{name}_proj.weight_scale"] for name in ("gate", "up")]
+    assert scales[0] != scales[1] and weights.s13[0] == max(scales)
+    kept = ("gate", "up")[scales[0] < scales[1]]
+    rows = weights.w13_eNK[0, :N] if kept == "gate" else weights.w13_eNK[0, N:]
+    assert torch.equal(rows.float(), stored[f"{kept}_proj.weight"].float())
 
 
 def test_each_rank_holds_its_experts_scales():
     """A rank's part equals the same rows of the whole: nothing is derived across experts but a1 and a2."""
     experts = [per_channel(floats(seed)) for seed in range(4)]
-    whole, _ = CompressedTensorsW8A8Fp8MoEMethod.weights(experts)
-    part, _ = CompressedTensorsW8A8Fp8MoEMethod.weights(experts[2:])
+    whole, part = (loaded(CompressedTensorsW8A8Fp8MoEMethod, of, "fp8_channel") for of in (experts, experts[2:]))
     assert torch.equal(part.s13, whole.s13[2:]) and torch.equal(part.s2, whole.s2[2:])
 
 
 def test_a_missing_scale_is_named():
     broken = per_channel(floats(0))
     del broken["up_proj.weight_scale"]
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale is missing"):
-        CompressedTensorsW8A8Fp8MoEMethod.weights([broken])
+    with pytest.raises(CheckpointError, match=r"weight_scale is missing; found: weight"):
+        loaded(CompressedTensorsW8A8Fp8MoEMethod, [broken], "fp8_channel")
 
 
 def test_scales_of_the_wrong_length_are_refused():
     broken = per_channel(floats(0))
     broken["down_proj.weight_scale"] = broken["down_proj.weight_scale"][:-1]
     with pytest.raises(CheckpointError, match="255 values for 256"):
-        CompressedTensorsW8A8Fp8MoEMethod.weights([broken])
+        loaded(CompressedTensorsW8A8Fp8MoEMethod, [broken], "fp8_channel")
 
 
 def test_a_layer_of_another_scheme_is_refused():
     shape = ExpertShape(hidden=K, intermediate=N, num_experts=E, top_k=2)
     spec = LayerSpec(shape=shape, layout=ExpertLayout.even(E, 1), quant=QuantConfig(scheme="int8_channel"))
-    with pytest.raises(CheckpointError, match="stores fp8_block, fp8_tensor"):
+    with pytest.raises(
+        CheckpointError, match="stores fp8_block, fp8_channel, fp8_tensor, the layer is declared as int8_channel"
+    ):
         Fp8MoEMethod(spec, backends=None)
 
 
@@ -206,9 +223,8 @@ def _cutlass_method(**preferences):
 
 def test_the_cutlass_method_reads_the_same_and_multiplies_with_cutlass_alone(monkeypatch):
     stored = [per_channel(floats(seed)) for seed in range(E)]
-    got, config = CompressedTensorsW8A8Fp8MoECutlassMethod.weights(stored)
-    want, _ = CompressedTensorsW8A8Fp8MoEMethod.weights(stored)
-    assert config.scheme == "fp8_channel"
+    methods = CompressedTensorsW8A8Fp8MoECutlassMethod, CompressedTensorsW8A8Fp8MoEMethod
+    got, want = (loaded(method, stored, "fp8_channel") for method in methods)
     assert all(torch.equal(got.tensors()[name].float(), value.float()) for name, value in want.tensors().items())
     monkeypatch.setattr(CutlassExperts, "unavailable", classmethod(lambda cls: None))
     assert isinstance(_cutlass_method().make_experts(LocalPrepareAndFinalize), CutlassExperts)
@@ -224,9 +240,10 @@ def test_the_cutlass_method_reads_the_same_and_multiplies_with_cutlass_alone(mon
 
 
 def test_a_service_takes_the_cutlass_method_by_the_backends_name():
-    assert method_for("fp8_channel") is CompressedTensorsW8A8Fp8MoEMethod
-    assert method_for("fp8_channel", "triton") is CompressedTensorsW8A8Fp8MoEMethod
-    assert method_for("fp8_channel", "cutlass") is CompressedTensorsW8A8Fp8MoECutlassMethod
+    assert method_for("fp8_channel", quant_method="compressed-tensors") is CompressedTensorsW8A8Fp8MoEMethod
+    assert method_for("fp8_channel", quant_method="modelopt") is ModelOptFp8FusedMoE
+    assert method_for("fp8_channel", "triton", "compressed-tensors") is CompressedTensorsW8A8Fp8MoEMethod
+    assert method_for("fp8_channel", "cutlass", "compressed-tensors") is CompressedTensorsW8A8Fp8MoECutlassMethod
     assert method_for("none", "cutlass") is UnquantizedFusedMoEMethod
 
 

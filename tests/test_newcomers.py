@@ -152,7 +152,7 @@ def test_a_newcomer_is_told_the_times(tmp_path):
     second.load()
     second.warm_up()
     assert {choice.backend for choice in second.experts_choices()} == {"loop"}  # as told, and not as measured
-    assert second.kernels.first.experts.times == made_up
+    assert second.kernels.first.first.experts.times == made_up
 
 
 # Through the engine.

@@ -8,20 +8,24 @@ Legend: K hidden size, N intermediate size, S intermediate size of the shared ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from epserve.errors import CheckpointError
-from epserve.modular_kernel import ExpertWeights, GateWeights
-from epserve.modular_kernel.quantization import BLOCK, FP8
+from epserve.modular_kernel import UNQUANTIZED, GateWeights, QuantConfig
 
+from . import declared
 from .families import FAMILIES, Key
 from .info import MAX_EXPERTS, ConfigReader, ModelInfo
-from .layout import SCALE_SUFFIX, Block, allocate, find_block, slot_view
-from .tensors import TensorInfo, TensorReader, read_index, read_json
+from .layout import Block, find_block
+from .layouts import StoredTensor
+from .stored import StoredReader, stored_tensors
+from .stored_experts import StoredExperts, check_declared, groups
+from .tensors import TensorReader, check_values, read_index, read_json
 from .weights import LayerWeights, SharedExperts, fingerprint
 
 if TYPE_CHECKING:
@@ -31,9 +35,14 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Made by `open_checkpoint`. Holds headers only, no data and no open file."""
 
-    def __init__(self, info: ModelInfo, tensors: dict[str, TensorInfo], blocks: dict[int, Block]):
+    def __init__(self, info: ModelInfo, tensors: Mapping[str, StoredTensor], blocks: dict[int, Block]):
         self.info = info
         self._tensors, self._blocks = tensors, blocks
+        self._served = {layer: kind.quant for kind in info.kinds for layer in kind.layers}
+
+    def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
+        """The scheme in which `load_layer` gives each layer's experts: the one they can stay packed in, or UNQUANTIZED."""
+        self._served.update(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
         """The weights of `layer` for a rank that holds the logical `experts`, in this order (none is allowed).
@@ -41,32 +50,19 @@ class Checkpoint:
         Peak memory on the host is what is kept plus one expert's largest tensor.
         Raises CheckpointError for an unknown layer or expert, a file that was cut, and values that are not finite.
         """
-        info = self.info
-        if layer not in self._blocks:
-            raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
-        wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
-        if wrong:
-            raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
-        block, device = self._blocks[layer], torch.device(device)
-        with TensorReader() as reader:
+        info, device = self.info, torch.device(device)
+        check_wanted(info, layer, experts)
+        block = self._blocks[layer]
+        with TensorReader() as files:
+            reader = StoredReader(files)
+            stored = block.experts(self._tensors, info.num_experts)
             return LayerWeights(
-                experts=self._load_experts(reader, block, tuple(experts), device),
+                experts=stored.read(experts, sizes=info.sizes, quant=self._served[layer], reader=reader, device=device),
                 gate=self._load_gate(reader, block, device),
                 shared=self._load_shared(reader, block, device),
             )
 
-    def _load_experts(
-        self, reader: TensorReader, block: Block, experts: tuple[int, ...], device: torch.device
-    ) -> ExpertWeights:
-        weights = allocate(self.info, len(experts), device)
-        for role, pattern in block.form.tensors.items():
-            for slot, expert in enumerate(experts):
-                tensor = self._tensors[block.prefix + pattern.format(e=expert)]
-                view = slot_view(weights, slot, role, block.form)
-                reader.copy(tensor, view, None if "{e}" in pattern else expert)
-        return weights
-
-    def _load_gate(self, reader: TensorReader, block: Block, device: torch.device) -> GateWeights:
+    def _load_gate(self, reader: StoredReader, block: Block, device: torch.device) -> GateWeights:
         info, names = self.info, FAMILIES[self.info.family].gate_tensors
         dtype = torch.float32 if info.gate.logits_float32 else info.dtype
         dtypes = {"weight": dtype, "bias": dtype, "correction_bias": torch.float32}
@@ -75,7 +71,7 @@ class Checkpoint:
             weight_EK=found["weight"], bias_E=found.get("bias"), correction_bias_E=found.get("correction_bias")
         )
 
-    def _load_shared(self, reader: TensorReader, block: Block, device: torch.device) -> SharedExperts | None:
+    def _load_shared(self, reader: StoredReader, block: Block, device: torch.device) -> SharedExperts | None:
         info, form = self.info, FAMILIES[self.info.family].shared
         if form is None or not info.shared_intermediate:
             return None
@@ -92,25 +88,31 @@ class Checkpoint:
         )
 
     def _dense(
-        self, reader: TensorReader, block: Block, name: str, dtype: torch.dtype, device: torch.device
+        self, reader: StoredReader, block: Block, name: str, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         target = torch.empty(self._tensors[block.prefix + name].shape, dtype=dtype, device=device)
         self._dense_into(reader, block, name, target)
         return target
 
-    def _dense_into(self, reader: TensorReader, block: Block, name: str, target: torch.Tensor) -> None:
+    def _dense_into(self, reader: StoredReader, block: Block, name: str, target: torch.Tensor) -> None:
         """Dense weights stay in the model's dtype: quantised ones are multiplied out here, once."""
-        tensor, scale = self._tensors[block.prefix + name], self._tensors.get(block.prefix + name + SCALE_SUFFIX)
-        if scale is None:
-            reader.copy(tensor, target)
+        stored = self._tensors[block.prefix + name]
+        if not stored.quantised:
+            stored.check()
+            reader.files.copy(stored.parts["weight"], target)
             return
-        weight = torch.empty(tensor.shape, dtype=FP8)
-        scales = torch.empty(scale.shape, dtype=torch.float32)
-        reader.copy(tensor, weight)
-        reader.copy(scale, scales)
-        rows, columns = tensor.shape
-        spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        target.copy_(weight.float() * spread)
+        value = reader.values(stored)
+        check_values(stored.name, value, target.dtype)
+        target.copy_(value)
+
+
+def check_wanted(info: ModelInfo, layer: int, experts: Sequence[int]) -> None:
+    """Raises CheckpointError for an unknown layer or expert."""
+    if layer not in info.layers:
+        raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
+    wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
+    if wrong:
+        raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
 
 
 def open_checkpoint(
@@ -118,21 +120,21 @@ def open_checkpoint(
 ) -> Checkpoint | GenericCheckpoint:
     """Read config.json and all headers, and check every tensor beneath the MoE layers.
 
-    A model_type that is not in FAMILIES is looked up in transformers, where that is installed; so is one in mxfp4.
+    A model_type that is not in FAMILIES is looked up in transformers, where that is installed.
     dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16". layers: serve only these; empty: all.
     Raises CheckpointError that names the key, tensor or file, and for shapes both of them.
     """
     path = Path(path)
     config = read_json(path / "config.json")
-    reader = ConfigReader(config, str(path / "config.json"))
-    quantised, kind = config.get("quantization_config"), config.get("model_type")
-    packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"  # our tables have no such form
-    if isinstance(kind, str) and (packed or kind not in FAMILIES):
+    reader, kind = ConfigReader(config, str(path / "config.json")), config.get("model_type")
+    if isinstance(kind, str) and kind not in FAMILIES:
         from . import generic  # imports transformers, which takes a second
 
         if generic.knows(kind):
             return generic.open_generic(path, config, dtype, layers)
-    family, tensors = reader.family(), read_index(path)
+    family, files = reader.family(), read_index(path)
+    said = declared.read(path, config)
+    tensors = stored_tensors(files, said)
     moe_layers = reader.layers(family)
     unknown = sorted(set(layers) - set(moe_layers))
     if unknown or not moe_layers:
@@ -152,7 +154,17 @@ def open_checkpoint(
         bias=any("down_bias" in form.tensors for form in family.forms),
         gate=gate,
         shared_intermediate=reader.shared_intermediate(family),
-        fingerprint=fingerprint(config, tensors),
-        quant=reader.quant(),
+        fingerprint=fingerprint(config, files),
+        quant=UNQUANTIZED,
     )
-    return Checkpoint(info, tensors, {layer: find_block(info, tensors, layer, path) for layer in info.layers})
+    blocks = {layer: find_block(info, tensors, layer, path) for layer in info.layers}
+    experts = {layer: block.experts(tensors, num_experts) for layer, block in blocks.items()}
+    return Checkpoint(with_stored(info, experts, said), tensors, blocks)
+
+
+def with_stored(info: ModelInfo, experts: Mapping[int, StoredExperts], said: declared.Declared) -> ModelInfo:
+    """Raises CheckpointError where quantised experts are declared and none are there."""
+    check_declared(experts.values(), said)
+    kinds = {layer: (each.describe(), each.scheme(info.sizes)) for layer, each in experts.items()}
+    stored = groups(kinds, said.method)
+    return replace(info, stored=stored, quant=stored[0].quant)

@@ -16,8 +16,8 @@ import torch
 
 from epserve.errors import CheckpointError
 
-from .dequantise import FloatReader
-from .tensors import TensorInfo
+from .layouts import StoredTensor
+from .stored import StoredReader
 
 SHOWN = 3  # names in one error message
 
@@ -39,7 +39,7 @@ class Recipe:
     by_expert: bool = False
 
 
-def find_recipes(model: Any, tensors: Mapping[str, TensorInfo], wanted: Mapping[str, int]) -> dict[str, Recipe]:
+def find_recipes(model: Any, tensors: Mapping[str, StoredTensor], wanted: Mapping[str, int]) -> dict[str, Recipe]:
     """wanted: name of a parameter in `model` (on the meta device) -> its number of experts, 0 where all share it.
 
     Raises CheckpointError for parameters that nothing in the checkpoint leads to, and for missing or surplus experts.
@@ -92,8 +92,8 @@ def read(
     key: str,
     *,
     experts: Sequence[int] | None,
-    tensors: Mapping[str, TensorInfo],
-    reader: FloatReader,
+    tensors: Mapping[str, StoredTensor],
+    reader: StoredReader,
     model: Any,
 ) -> torch.Tensor:
     """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise. None: all of it."""
@@ -144,7 +144,7 @@ def _targets(target: str, converter: Any) -> tuple[str, ...]:
     return tuple(target.replace(first, each) for each in converter.target_patterns)
 
 
-def _checked(recipe: Recipe, tensors: Mapping[str, TensorInfo], num_experts: int) -> Recipe:
+def _checked(recipe: Recipe, tensors: Mapping[str, StoredTensor], num_experts: int) -> Recipe:
     """The recipe with `by_expert` decided. Where there is a tensor for each expert, none may be missing or surplus."""
     if len(recipe.keys) > 1 or not all(_keeps_experts(step) for step in getattr(recipe.converter, "operations", ())):
         return recipe
@@ -179,3 +179,29 @@ def _keeps_experts(step: Any) -> bool:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def plain_sources(recipe: Recipe, *, transposed: bool) -> tuple[tuple[tuple[str, ...], ...], bool] | None:
+    """The tensors that are written one below the other to make the parameter, and whether they are (in, out).
+
+    transposed: the parameter is. None: operations do more than stack, join and turn matrices.
+    """
+    if not recipe.by_expert:
+        return None
+    if recipe.converter is None:
+        return tuple(recipe.sources.values()), transposed
+    names = [type(step).__name__ for step in recipe.converter.operations]
+    steps = dict(zip(names, recipe.converter.operations, strict=True))
+    if names != [each for each in ("MergeModulelist", "Concatenate", "Transpose") if each in steps]:
+        return None
+    if "Concatenate" in steps and steps["Concatenate"].dim != 1:
+        return None
+    if "Transpose" in steps and {steps["Transpose"].dim0 % 3, steps["Transpose"].dim1 % 3} != {1, 2}:
+        return None
+    turned = transposed != ("Transpose" in steps)
+    if turned and "Concatenate" in steps:
+        return None
+    patterns = [each for each in recipe.converter.source_patterns if each in recipe.sources]
+    if len(patterns) != len(recipe.sources) or (len(patterns) > 1 and "Concatenate" not in steps):
+        return None
+    return tuple(recipe.sources[pattern] for pattern in patterns), turned

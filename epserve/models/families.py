@@ -6,7 +6,7 @@ A new family is one `Family` record here. Tensor names are relative to the MoE b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 REQUIRED = object()
@@ -180,8 +180,19 @@ _ALL = (
                 transposed=True,
                 interleaved=True,
             ),
+            ExpertForm(
+                tensors={
+                    "gate_up": "experts.gate_up_projs.{e}.weight",
+                    "gate_up_bias": "experts.gate_up_projs.{e}.bias",
+                    "down": "experts.down_projs.{e}.weight",
+                    "down_bias": "experts.down_projs.{e}.bias",
+                },
+                interleaved=True,
+            ),
         ),
         activation={"kind": "swigluoai", "limit": Key("swiglu_limit", 7.0), "alpha": Key("swiglu_alpha", 1.702)},
     ),
 )
-FAMILIES = {family.name: family for family in _ALL}
+_SAME = {"kimi_k2": "deepseek_v3"}  # another model_type, everything else alike
+_BY_NAME = {family.name: family for family in _ALL}
+FAMILIES = _BY_NAME | {name: replace(_BY_NAME[other], name=name) for name, other in _SAME.items()}

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from epserve.errors import CheckpointError
-from epserve.modular_kernel import UNQUANTIZED, ExpertWeights, GateSpec, GateWeights
+from epserve.modular_kernel import UNQUANTIZED, ExpertWeights, GateSpec, GateWeights, QuantConfig
+from epserve.modular_kernel.weights import ExpertSizes, empty_weights, slot_view
 
-from . import conversion, dequantise
-from .dequantise import FloatReader
-from .expert_modules import ExpertsLayer, find_layers, top_k
+from . import conversion, declared
+from .checkpoint import check_wanted, with_stored
+from .expert_modules import ExpertsLayer, ExpertsShape, find_layers, top_k
 from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
-from .tensors import TensorInfo, TensorReader, check_values, read_index, shown
+from .layouts import StoredTensor
+from .stored import StoredReader, stored_tensors
+from .stored_experts import StoredExperts
+from .tensors import TensorReader, check_values, read_index, shown
 from .weights import LayerWeights, fingerprint
 
 COUNTS = (
@@ -49,32 +53,49 @@ class GenericCheckpoint:
     def __init__(
         self,
         info: ModelInfo,
-        tensors: Mapping[str, TensorInfo],
+        tensors: Mapping[str, StoredTensor],
         model: Any,
         layers: Mapping[int, ExpertsLayer],
         recipes: Mapping[str, conversion.Recipe],
+        experts: Mapping[int, StoredExperts],
     ):
+        """experts: of the layers whose matrices lie in the checkpoint as they are; transformers' operations make the others."""
         self.info = info
         self._tensors, self._model, self._layers, self._recipes = tensors, model, layers, recipes
+        self._experts = experts
+        self._served = {layer: kind.quant for kind in info.kinds for layer in kind.layers}
+
+    def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
+        """As `Checkpoint.serve_as`."""
+        self._served.update(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
         """The weights of `layer` for a rank that holds the logical `experts`, in this order (none is allowed).
 
-        Reads these experts' bytes only, unless the checkpoint mixes experts in one tensor in a way of its own. Peak memory
-        on the host is twice what is kept of one layer. Raises CheckpointError.
+        Reads these experts' bytes only, unless the checkpoint mixes experts in one tensor in a way of its own: peak memory on
+        the host is then twice what is kept of one layer. Raises CheckpointError.
         """
-        info = self.info
-        if layer not in self._layers:
-            raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
-        wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
-        if wrong:
-            raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
-        found = self._layers[layer]
-        shape, first = found.shape, "gate_up_proj" if info.activation.gated else "up_proj"
+        info, device = self.info, torch.device(device)
+        check_wanted(info, layer, experts)
         with TensorReader() as files:
-            reader = FloatReader(files, self._tensors)
-            parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
-            norm = None if shape.norm_offset is None else self._read(reader, f"{found.name}.{NORM}", None)
+            reader, stored = StoredReader(files), self._experts.get(layer)
+            if stored is not None:
+                weights = stored.read(
+                    experts, sizes=info.sizes, quant=self._served[layer], reader=reader, device=device
+                )
+            else:
+                weights = self._converted(layer, experts, reader, device)
+        gate = GateWeights(weight_EK=torch.empty((0, info.hidden), dtype=info.dtype, device=device))
+        return LayerWeights(experts=weights, gate=gate, shared=None)
+
+    def _converted(
+        self, layer: int, experts: Sequence[int], reader: StoredReader, device: torch.device
+    ) -> ExpertWeights:
+        """By transformers' own operations, in floats."""
+        found, info = self._layers[layer], self.info
+        shape, first = found.shape, "gate_up_proj" if info.activation.gated else "up_proj"
+        parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
+        norm = None if shape.norm_offset is None else self._read(reader, f"{found.name}.{NORM}", None)
         w13, w2 = parts[first], parts["down_proj"]
         b13, b2 = parts.get(f"{first}_bias"), parts.get("down_proj_bias")
         if shape.transposed:
@@ -91,22 +112,20 @@ class GenericCheckpoint:
         def place(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value.contiguous().to(device)
 
-        weights = ExpertWeights(
+        return ExpertWeights(
             w13_eNK=w13.contiguous().to(device),
             w2_eKN=w2.contiguous().to(device),
             activation=info.activation,
             b13=place(b13),
             b2=place(b2),
         )
-        gate = GateWeights(weight_EK=torch.empty((0, info.hidden), dtype=info.dtype, device=device))
-        return LayerWeights(experts=weights, gate=gate, shared=None)
 
     def weight_names(self) -> tuple[str, ...]:
         """The checkpoint's tensors of the experts' matrices, without biases."""
         recipes = [recipe for key, recipe in self._recipes.items() if not key.endswith(("_bias", NORM))]
         return tuple(dict.fromkeys(name for recipe in recipes for names in recipe.sources.values() for name in names))
 
-    def _read(self, reader: FloatReader, key: str, experts: Sequence[int] | None) -> torch.Tensor:
+    def _read(self, reader: StoredReader, key: str, experts: Sequence[int] | None) -> torch.Tensor:
         value = conversion.read(
             self._recipes[key], key, experts=experts, tensors=self._tensors, reader=reader, model=self._model
         )
@@ -131,9 +150,9 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
     quantised or compute what no kernel does, or a tensor is missing.
     """
     check_sizes(config, str(path / "config.json"))
-    quantised = dequantise.method(config, str(path))
-    model, stored = build_on_meta(path), read_index(path)
-    tensors = dequantise.with_whole_tensors(stored)
+    said = declared.read(path, config)
+    model, files = build_on_meta(path), read_index(path)
+    tensors = stored_tensors(files, said)
     found = find_layers(model)
     shape = found[0].shape
     numbers = tuple(sorted(each.layer for each in found))
@@ -144,7 +163,12 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
     wanted = {f"{each.name}.{name}": shape.num_experts for each in served.values() for name in shape.parameters()}
     if shape.norm_offset is not None:
         wanted |= {f"{each.name}.{NORM}": 0 for each in served.values()}
-    recipes = conversion.find_recipes(model, tensors, wanted)
+    try:
+        recipes = conversion.find_recipes(model, tensors, wanted)
+    except CheckpointError:
+        _check(each for name, each in tensors.items() if "experts." in name)  # says better why a matrix is not there
+        raise
+    _check(tensors[name] for recipe in recipes.values() for names in recipe.sources.values() for name in names)
     info = ModelInfo(
         family=str(config.get("model_type")),
         name=path.resolve().name,
@@ -152,16 +176,73 @@ def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence
         intermediate=shape.intermediate,
         num_experts=shape.num_experts,
         top_k=top_k(model.config, model, found[0]),
-        dtype=_dtype(path, _declared(model) if quantised and dtype == "auto" else dtype, recipes, tensors),
+        dtype=_dtype(path, _declared(model) if said.method and dtype == "auto" else dtype, recipes, tensors),
         layers=tuple(sorted(served)),
         activation=shape.activation,
         bias=shape.bias,
         gate=GateSpec(scoring="client", top_k=top_k(model.config, model, found[0])),
         shared_intermediate=0,
-        fingerprint=fingerprint(config, stored),
+        fingerprint=fingerprint(config, files),
         quant=UNQUANTIZED,
     )
-    return GenericCheckpoint(info, tensors, model, served, recipes)
+    lying = {number: _as_stored(each, recipes, tensors, info.sizes) for number, each in served.items()}
+    experts = {number: each for number, each in lying.items() if each is not None}
+    kinds = experts | {
+        number: StoredExperts(tensors={"": _all_sources(each, recipes, tensors)}, made=True)
+        for number, each in served.items() if number not in experts
+    }  # fmt: skip
+    return GenericCheckpoint(with_stored(info, kinds, said), tensors, model, served, recipes, experts)
+
+
+def _check(tensors: Iterable[StoredTensor]) -> None:
+    for each in tensors:
+        each.check()
+
+
+def _as_stored(
+    layer: ExpertsLayer,
+    recipes: Mapping[str, conversion.Recipe],
+    tensors: Mapping[str, StoredTensor],
+    sizes: ExpertSizes,
+) -> StoredExperts | None:
+    """The layer's matrices where they lie in the checkpoint as the model has them; None: they have to be made."""
+    shape = layer.shape
+    if shape.norm_offset is not None:
+        return None
+    found: dict[str, tuple[StoredTensor, ...]] = {}
+    turns = set()
+    for key in shape.parameters():
+        sources = conversion.plain_sources(recipes[f"{layer.name}.{key}"], transposed=shape.transposed)
+        if sources is None or len(sources[0]) > 1 + (not shape.interleaved):
+            return None
+        bias = key.endswith("_bias")
+        roles = ("gate", "up") if len(sources[0]) == 2 else (key.removesuffix("_bias").removesuffix("_proj"),)
+        found |= {
+            role + "_bias" * bias: tuple(tensors[name] for name in names)
+            for role, names in zip(roles, sources[0], strict=True)
+        }
+        turns |= set() if bias else {sources[1]}
+    if len(turns) != 1:
+        return None
+    made = StoredExperts(tensors=found, transposed=turns.pop(), interleaved=shape.interleaved)
+    return made if _fits(made, shape, sizes) else None
+
+
+def _fits(experts: StoredExperts, shape: ExpertsShape, sizes: ExpertSizes) -> bool:
+    one = empty_weights(sizes, UNQUANTIZED, 1, torch.device("meta"))
+    for role, found in experts.tensors.items():
+        wanted = tuple(slot_view(one, 0, role, transposed=experts.transposed).shape)
+        every = {each.shape for each in found}
+        if every != {wanted} and every != {(shape.num_experts, *wanted)}:
+            return False
+    return True
+
+
+def _all_sources(
+    layer: ExpertsLayer, recipes: Mapping[str, conversion.Recipe], tensors: Mapping[str, StoredTensor]
+) -> tuple[StoredTensor, ...]:
+    keys = (f"{layer.name}.{key}" for key in layer.shape.parameters() if not key.endswith("_bias"))
+    return tuple(tensors[name] for key in keys for names in recipes[key].sources.values() for name in names)
 
 
 def build_on_meta(path: Path) -> Any:
@@ -237,7 +318,7 @@ def _declared(model: Any) -> str:
 
 
 def _dtype(
-    path: Path, wanted: str, recipes: Mapping[str, conversion.Recipe], tensors: Mapping[str, TensorInfo]
+    path: Path, wanted: str, recipes: Mapping[str, conversion.Recipe], tensors: Mapping[str, StoredTensor]
 ) -> torch.dtype:
     """`wanted`, or for "auto" the experts' own."""
     if wanted != "auto":

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from epserve.errors import CheckpointError, ConfigError
-from epserve.modular_kernel import UNQUANTIZED, Activation, GateSpec, QuantConfig
+from epserve.modular_kernel import Activation, GateSpec, QuantConfig
+from epserve.modular_kernel.weights import ExpertSizes
 
 from .families import FAMILIES, REQUIRED, Family, Key
+from .stored_experts import StoredAs
 from .tensors import shown
 
 ACTIVATIONS = {
@@ -57,6 +59,23 @@ class ModelInfo:
     fingerprint: str
     """Changes with the configuration and with any tensor's name, dtype or shape."""
     quant: QuantConfig
+    """The scheme in which most layers can stay packed."""
+    stored: tuple[StoredAs, ...] = ()
+    """All layers, by how they are stored; empty: all in `quant`."""
+
+    @property
+    def sizes(self) -> ExpertSizes:
+        return ExpertSizes(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            dtype=self.dtype,
+            activation=self.activation,
+            bias=self.bias,
+        )
+
+    @property
+    def kinds(self) -> tuple[StoredAs, ...]:
+        return self.stored or (StoredAs(layers=self.layers, name=self.quant.scheme, quant=self.quant),)
 
 
 class ConfigReader:
@@ -149,21 +168,6 @@ class ConfigReader:
         if family.shared is None:
             return 0
         return math.prod(self.size(key, 0) for key in family.shared.intermediate)
-
-    def quant(self) -> QuantConfig:
-        declared = self.config.get("quantization_config")
-        if declared is None:
-            return UNQUANTIZED
-        if not isinstance(declared, dict):
-            raise CheckpointError(f"{self.source}: quantization_config must be an object, got {shown(declared)}")
-        method, block = declared.get("quant_method"), declared.get("weight_block_size")
-        if method == "fp8" and block == [128, 128]:
-            return QuantConfig(scheme="fp8_block", dynamic=True)
-        raise CheckpointError(
-            f"{self.source}: quantization_config {shown(method)} with weight_block_size"
-            f" {shown(block)} cannot be loaded;"
-            " known: 'fp8' with [128, 128], or none"
-        )
 
     def dtype(self, wanted: str) -> torch.dtype:
         """`wanted`, or for "auto" the checkpoint's own."""

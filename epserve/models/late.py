@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+
+from epserve.modular_kernel import QuantConfig
 
 from .info import ModelInfo
 from .unchanged import Stamp, UnchangedCheckpoint
@@ -19,10 +21,17 @@ class LateCheckpoint:
         self.info = info
         self._path, self._dtype, self._start = path, dtype, start
         self._opened: UnchangedCheckpoint | None = None
+        self._served: dict[int, QuantConfig] = {}
 
     def check(self) -> None:
         """Raises CheckpointError where it cannot be read."""
         self._open().check()
+
+    def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
+        """As `Checkpoint.serve_as`, now or when it is opened."""
+        self._served = dict(served)
+        if self._opened is not None:
+            self._opened.serve_as(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
         """Raises CheckpointError."""
@@ -31,4 +40,5 @@ class LateCheckpoint:
     def _open(self) -> UnchangedCheckpoint:
         if self._opened is None:
             self._opened = UnchangedCheckpoint(self._path, self._dtype, start=self._start)
+            self._opened.serve_as(self._served)
         return self._opened

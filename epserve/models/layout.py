@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint belongs in the canonical layout of `ExpertWeights`. Pure functions of names and shapes.
+"""Which tensors of a checkpoint are one MoE layer of a family with a table of ours. Pure functions of names and shapes.
 
 Legend: K hidden size, N intermediate size, S intermediate size of the shared experts, E logical experts.
 """
@@ -6,20 +6,20 @@ Legend: K hidden size, N intermediate size, S intermediate size of the shared ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from epserve.errors import CheckpointError
-from epserve.modular_kernel import ExpertWeights
-from epserve.modular_kernel.quantization import BLOCK, FP8
+from epserve.modular_kernel import UNQUANTIZED
+from epserve.modular_kernel.weights import empty_weights, slot_view
 
 from .families import FAMILIES, ExpertForm
 from .info import ModelInfo
-from .tensors import TensorInfo
+from .layouts import StoredTensor
+from .stored_experts import StoredExperts
 
-SCALE_SUFFIX = "_scale_inv"  # DeepSeek's name; in spite of it the values multiply
 SHOWN = 5  # names in one error message
 BASE_PREFIX = "model."  # transformers' base_model_prefix of every family with a table
 
@@ -31,54 +31,30 @@ class Block:
     prefix: str
     form: ExpertForm
 
+    def experts(self, tensors: Mapping[str, StoredTensor], num_experts: int) -> StoredExperts:
+        def of(pattern: str) -> tuple[StoredTensor, ...]:
+            every = range(num_experts) if "{e}" in pattern else (0,)
+            return tuple(tensors[self.prefix + pattern.format(e=expert)] for expert in every)
 
-def allocate(info: ModelInfo, num_experts: int, device: torch.device) -> ExpertWeights:
-    """The stacked tensors of `num_experts` experts, each allocated once, with undefined contents."""
-    wide, K, N = _rows_13(info), info.hidden, info.intermediate
-    blockwise = info.quant.scheme == "fp8_block"
-
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty((num_experts, *shape), dtype=dtype, device=device)
-
-    return ExpertWeights(
-        activation=info.activation,
-        w13_eNK=empty(FP8 if blockwise else info.dtype, wide, K),
-        w2_eKN=empty(FP8 if blockwise else info.dtype, K, N),
-        b13=empty(info.dtype, wide) if info.bias else None,
-        b2=empty(info.dtype, K) if info.bias else None,
-        s13=empty(torch.float32, _blocks(wide), _blocks(K)) if blockwise else None,
-        s2=empty(torch.float32, _blocks(K), _blocks(N)) if blockwise else None,
-    )
+        form = self.form
+        found = {role: of(pattern) for role, pattern in form.tensors.items()}
+        return StoredExperts(tensors=found, transposed=form.transposed, interleaved=form.interleaved)
 
 
-def slot_view(weights: ExpertWeights, slot: int, role: str, form: ExpertForm) -> torch.Tensor:
-    """The part of one slot that `role` fills, as a view whose elements come in the order of the file."""
-    matrix = next(name for name in ("gate_up", "gate", "up", "down") if role.startswith(name))
-    kind = role.removeprefix(matrix).removeprefix("_")
-    field = {"": ("w13_eNK", "w2_eKN"), "bias": ("b13", "b2"), "scale": ("s13", "s2")}[kind][matrix == "down"]
-    part = getattr(weights, field)[slot]
-    if matrix in ("gate", "up") and weights.activation.gated:
-        half = part.shape[0] // 2
-        part = part[:half] if matrix == "gate" else part[half:]
-    if matrix == "gate_up" and form.interleaved:
-        part = part.unflatten(0, (2, -1)).transpose(0, 1)  # (N, 2, ...): gate and up of one row side by side
-    if form.transposed and kind != "bias":
-        part = part.movedim(-1, 0)
-    return part
-
-
-def find_block(info: ModelInfo, tensors: Mapping[str, TensorInfo], layer: int, path: Path) -> Block:
+def find_block(info: ModelInfo, tensors: Mapping[str, StoredTensor], layer: int, path: Path) -> Block:
     """The prefix and form that fit the names of this layer best; every name and shape is then checked.
 
-    Raises CheckpointError for missing, surplus and misshapen tensors.
+    Raises CheckpointError for missing, surplus and misshapen tensors, and for those that are in no known layout.
     """
     family = FAMILIES[info.family]
     prefixes = [each.format(layer=layer) for each in family.blocks]
     prefixes += [each.removeprefix(BASE_PREFIX) for each in prefixes]  # saved by the base model, without its head
-    choices = [Block(prefix=prefix, form=_with_scales(info, form)) for prefix in prefixes for form in family.forms]
+    choices = [Block(prefix=prefix, form=form) for prefix in prefixes for form in family.forms]
     block = max(choices, key=lambda block: sum(name in tensors for name in expected_shapes(info, block)))
     expected = expected_shapes(info, block)
     present = {name for name in tensors if name.startswith(block.prefix)}
+    for name in sorted(present):
+        tensors[name].check()
     for what, names in (("missing", expected.keys() - present), ("surplus", present - expected.keys())):
         if names:
             shown = ", ".join(sorted(names)[:SHOWN])
@@ -86,55 +62,32 @@ def find_block(info: ModelInfo, tensors: Mapping[str, TensorInfo], layer: int, p
             raise CheckpointError(f"{path}: layer {layer} of family {info.family}: {what} tensors {shown}{more}")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            found = f"{tensors[name].shape} in {tensors[name].file.name}"
+            found = f"{tensors[name].shape} in {tensors[name].parts['weight'].file.name}"
             raise CheckpointError(f"{path}: tensor {name} is {found}, config.json makes it {shape}")
     return block
 
 
 def expected_shapes(info: ModelInfo, block: Block) -> dict[str, tuple[int, ...]]:
-    """Every tensor that must lie beneath the block, with its shape on disk."""
+    """Every matrix and vector that must lie beneath the block, with the shape that it stands for."""
     family, K = FAMILIES[info.family], info.hidden
     gate = {"weight": (info.num_experts, K), "bias": (info.num_experts,), "correction_bias": (info.num_experts,)}
     shapes = {family.gate_tensors[role]: gate[role] for role in family.gate_tensors}
     shapes |= _expert_shapes(info, block.form)
     if family.shared and info.shared_intermediate:
         form, size = family.shared, info.shared_intermediate
-        dense = {form.gate: (size, K), form.up: (size, K), form.down: (K, size)}
-        if info.quant.scheme == "fp8_block":
-            dense |= {name + SCALE_SUFFIX: (_blocks(rows), _blocks(columns)) for name, (rows, columns) in dense.items()}
+        shapes |= {form.gate: (size, K), form.up: (size, K), form.down: (K, size)}
         if form.sigmoid_gate:
-            dense[form.sigmoid_gate] = (1, K)
-        shapes |= dense
+            shapes[form.sigmoid_gate] = (1, K)
     return {block.prefix + name: shape for name, shape in shapes.items()}
 
 
 def _expert_shapes(info: ModelInfo, form: ExpertForm) -> dict[str, tuple[int, ...]]:
-    one = allocate(info, 1, torch.device("meta"))
+    one = empty_weights(info.sizes, UNQUANTIZED, 1, torch.device("meta"))
     shapes: dict[str, tuple[int, ...]] = {}
     for role, pattern in form.tensors.items():
-        part = slot_view(one, 0, role, replace(form, interleaved=False))
+        part = slot_view(one, 0, role, transposed=form.transposed)
         if "{e}" in pattern:
             shapes |= {pattern.format(e=expert): tuple(part.shape) for expert in range(info.num_experts)}
         else:
             shapes[pattern] = (info.num_experts, *part.shape)
     return shapes
-
-
-def _with_scales(info: ModelInfo, form: ExpertForm) -> ExpertForm:
-    """In a block-quantised checkpoint each weight has its scales beside it."""
-    if info.quant.scheme != "fp8_block":
-        return form
-    scales = {f"{role}_scale": name + SCALE_SUFFIX for role, name in form.tensors.items() if not role.endswith("_bias")}
-    return replace(form, tensors={**form.tensors, **scales})
-
-
-def _rows_13(info: ModelInfo) -> int:
-    if info.quant.scheme == "fp8_block" and info.activation.gated and info.intermediate % BLOCK:
-        raise CheckpointError(
-            f"block-quantised experts: intermediate size {info.intermediate} does not divide by {BLOCK}"
-        )
-    return info.intermediate * (2 if info.activation.gated else 1)
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)

@@ -6,7 +6,7 @@ slices' outputs is the expert's output. Legend: e experts, K hidden size, N inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,12 +19,6 @@ from epserve.modular_kernel.quantization import BLOCK
 from .weights import LayerWeights
 
 MOST_SLICES = 64  # of the suggestions in a message
-PACKED = ("int4", "mxfp4", "nvfp4")  # two values of N in a byte of the down projection
-
-
-def scale_group(quant: QuantConfig) -> int:
-    """So many values along N share a scale of the down projection; 1: none do."""
-    return {"fp8_block": BLOCK, "int4": quant.group, "mxfp4": 32, "nvfp4": 16}.get(quant.scheme, 1)
 
 
 def check_slices(intermediate: int, quant: QuantConfig, activation: Activation, slices: int) -> None:
@@ -35,7 +29,7 @@ def check_slices(intermediate: int, quant: QuantConfig, activation: Activation, 
         raise ConfigError(
             f"tensor_parallel {slices}: these experts normalise their outputs, slices cannot; set it to 1"
         )
-    group = scale_group(quant)
+    group = quant.shared
     if intermediate % slices == 0 and (intermediate // slices) % group == 0:
         return
     able = [each for each in range(1, MOST_SLICES + 1) if intermediate % (each * group) == 0]
@@ -48,7 +42,7 @@ def check_slices(intermediate: int, quant: QuantConfig, activation: Activation, 
 
 def slice_experts(weights: ExpertWeights, quant: QuantConfig, part: int, slices: int) -> ExpertWeights:
     """Slice `part` of `slices`, copied. `check_slices` comes before."""
-    packed, group = (2 if quant.scheme in PACKED else 1), scale_group(quant)
+    packed, group = (2 if quant.packed else 1), quant.shared
     whole = weights.w2_eKN.shape[2] * packed
     start, stop = part * whole // slices, (part + 1) * whole // slices
     halves = 2 if weights.activation.gated else 1
@@ -102,9 +96,10 @@ def moved(weights: Any, device: torch.device) -> Any:
 class SlicedLayers:
     """A source of layers of which one slice is kept. Each layer passes whole through host memory, one at a time."""
 
-    def __init__(self, source: Any, quant: QuantConfig, part: int, slices: int):
-        self._source, self._quant, self._part, self._slices = source, quant, part, slices
+    def __init__(self, source: Any, quants: Mapping[int, QuantConfig], part: int, slices: int):
+        """quants: the scheme of each layer's experts."""
+        self._source, self._quants, self._part, self._slices = source, quants, part, slices
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         whole = self._source.load_layer(layer, experts, torch.device("cpu"))
-        return slice_layer(whole, self._quant, self._part, self._slices, device)
+        return slice_layer(whole, self._quants[layer], self._part, self._slices, device)

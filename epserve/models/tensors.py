@@ -30,6 +30,7 @@ DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
 }
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -235,13 +236,13 @@ def _sizes(value: Any) -> bool:
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint one at a time into one buffer, which grows to the largest of them.
+    """Reads tensors of a checkpoint one at a time into a buffer, which grows to the largest of them.
 
     Use it as a context manager: it holds files open.
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers: dict[str, torch.Tensor] = {}
         self._files: dict[Path, BinaryIO] = {}
 
     def __enter__(self) -> TensorReader:
@@ -252,17 +253,18 @@ class TensorReader:
             file.close()
         self._files.clear()
 
-    def read(self, info: TensorInfo, index: int | None = None) -> torch.Tensor:
-        """The tensor, or `tensor[index]` along the first dimension. Valid until the next `read`."""
+    def read(self, info: TensorInfo, index: int | None = None, *, buffer: str = "") -> torch.Tensor:
+        """The tensor, or `tensor[index]` along the first dimension. Valid until the next `read` into this buffer."""
         if info.dtype not in DTYPES:
             raise CheckpointError(f"tensor {info.name} has dtype {info.dtype}; known: {', '.join(DTYPES)}")
         shape, offset, nbytes = info.shape, info.offset, info.nbytes
         if index is not None:
             nbytes //= shape[0]
             shape, offset = shape[1:], offset + index * nbytes
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        staged = self._buffer[:nbytes]
+        room = self._buffers.get(buffer)
+        if room is None or room.numel() < nbytes:
+            room = self._buffers[buffer] = torch.empty(nbytes, dtype=torch.uint8)
+        staged = room[:nbytes]
         self._fill(info, offset, staged.numpy().data)
         return staged.view(DTYPES[info.dtype]).view(shape)
 
@@ -290,6 +292,10 @@ class TensorReader:
 
 def check_values(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises CheckpointError where `values` cannot become `dtype`, or holds a value that is not finite before or after."""
+    if values.dtype == torch.float8_e8m0fnu and dtype == values.dtype:
+        if bool((values.view(torch.uint8) == 0xFF).any()):  # its NaN
+            raise CheckpointError(f"tensor {name} holds values that are not finite")
+        return
     if values.dtype == FP8 and dtype == FP8:
         if bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any()):  # the one NaN pattern of e4m3; it has no infinity
             raise CheckpointError(f"tensor {name} holds values that are not finite")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +24,10 @@ import torch
 
 from epserve.boot import boot_id
 from epserve.errors import CheckpointError
+from epserve.modular_kernel import QuantConfig
 
 from .checkpoint import open_checkpoint
+from .declared import BESIDE
 from .tensors import INDEX, SINGLE, read_json
 from .weights import LayerWeights
 
@@ -149,6 +151,10 @@ class UnchangedCheckpoint:
             check(self._seen, now)
             self._seen = replace(now, digest=self._seen.digest)
 
+    def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
+        """As `Checkpoint.serve_as`."""
+        self.checkpoint.serve_as(served)
+
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
         """As `Checkpoint.load_layer`."""
         self.check()
@@ -159,13 +165,14 @@ class UnchangedCheckpoint:
 
 def _names(path: Path) -> list[str]:
     """The files that are read: the configuration, and what `read_index` reads."""
+    settings = ["config.json", *(name for name in BESIDE if (path / name).exists())]
     if (path / SINGLE).exists() or not (path / INDEX).exists():
-        return ["config.json", SINGLE]
+        return [*settings, SINGLE]
     shard_of = read_json(path / INDEX).get("weight_map")
     if not isinstance(shard_of, dict):
         raise CheckpointError(f"{path / INDEX} has no weight_map")
     shards = set(map(str, shard_of.values()))
-    return ["config.json", INDEX, *sorted(shards)]
+    return [*settings, INDEX, *sorted(shards)]
 
 
 def _digest(path: Path, files: Sequence[FileStamp]) -> str:

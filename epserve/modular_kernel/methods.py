@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
+
+import torch
 
 from epserve.errors import Incompatible
 
@@ -25,6 +27,8 @@ from .selection import MeasuredExperts, Measuring
 from .selection_batched import MeasuredBatchedExperts
 from .tuning import Tuning
 from .types import ExpertWeights, FusedMoEActivationFormat
+from .weights import ExpertSizes, copy_part, empty_weights, slot_view
+from .workspace import Workspaces
 
 SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager]
 
@@ -56,10 +60,14 @@ class FusedMoEMethodBase(ABC):
 
     EXPERTS: ClassVar[str] = ""
     """The one experts backend that this method multiplies with; empty: any that fits."""
+    QUANT_METHODS: ClassVar[tuple[str, ...]] = ()
+    """What checkpoints of this method call it in their configuration."""
 
     def __init__(self, spec: LayerSpec, backends: Backends):
         self.spec, self.backends = spec, backends
         self.kernel: FusedMoEModularKernel | None = None
+        self.experts: FusedMoEExpertsModular | None = None
+        """Made once; a kernel is made for each process group."""
         self.manager: All2AllManager | None = None
 
     @classmethod
@@ -71,6 +79,28 @@ class FusedMoEMethodBase(ABC):
     def quant_configs(cls) -> tuple[QuantConfig, ...]:
         """Every scheme that this method's layers may have."""
         return (cls.quant_config(),)
+
+    @staticmethod
+    def create_weights(sizes: ExpertSizes, quant: QuantConfig, num_experts: int, device: torch.device) -> ExpertWeights:
+        """Of this rank's experts, in slot order; `load_weights` fills them."""
+        return empty_weights(sizes, quant, num_experts, device)
+
+    @classmethod
+    @abstractmethod
+    def load_weights(
+        cls,
+        weights: ExpertWeights,
+        slot: int,
+        role: str,
+        matrix: Mapping[str, torch.Tensor],
+        *,
+        quant: QuantConfig,
+        interleaved: bool = False,
+    ) -> None:
+        """One matrix of one expert into its slot: `weight` `(out, in)` and its scales, as the checkpoint stores them.
+
+        role: see `slot_view`; gate comes before up. Raises CheckpointError for what is missing or of the wrong shape.
+        """
 
     def maybe_make_prepare_finalize(
         self, ranks: RankContext, options: PrepareFinalizeOptions
@@ -124,16 +154,21 @@ class FusedMoEMethodBase(ABC):
             return MeasuredBatchedExperts(self.spec, candidates, measuring=backends.measuring)
         return MeasuredExperts(self.spec, candidates, measuring=backends.measuring, every_row=every_row)
 
-    def init_prepare_finalize(self, ranks: RankContext, options: PrepareFinalizeOptions) -> FusedMoEModularKernel:
-        """Make both parts and join them. Collective."""
+    def init_prepare_finalize(
+        self, ranks: RankContext, options: PrepareFinalizeOptions, *, workspaces: Workspaces | None = None
+    ) -> FusedMoEModularKernel:
+        """Make both parts and join them; experts of a former process group are kept. Collective."""
         prepare_finalize = self.maybe_make_prepare_finalize(ranks, options)
         assert prepare_finalize is not None, "a layer without experts needs no kernel"
-        self.kernel = FusedMoEModularKernel(prepare_finalize, self.select_gemm_impl(prepare_finalize))
+        if self.experts is None:
+            self.experts = self.select_gemm_impl(prepare_finalize)
+        self.kernel = FusedMoEModularKernel(prepare_finalize, self.experts, workspaces=workspaces)
         return self.kernel
 
     def process_weights_after_loading(self, weights: ExpertWeights) -> ExpertWeights:
-        assert self.kernel is not None, "init_prepare_finalize comes first"
-        return self.kernel.fused_experts.prepare_weights(weights)
+        """With everything that the experts class derives from them."""
+        assert self.experts is not None, "init_prepare_finalize comes first"
+        return self.experts.prepare_weights(weights)
 
     def experts_names(self) -> Sequence[str]:
         """In order of preference."""
@@ -163,3 +198,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     @classmethod
     def quant_config(cls) -> QuantConfig:
         return UNQUANTIZED
+
+    @classmethod
+    def load_weights(cls, weights, slot, role, matrix, *, quant, interleaved=False):
+        copy_part(slot_view(weights, slot, role, interleaved=interleaved), matrix["weight"])

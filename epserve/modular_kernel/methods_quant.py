@@ -1,28 +1,26 @@
-"""Method classes of quantised checkpoints: how their libraries store experts, brought into `ExpertWeights`.
+"""Method classes of quantised checkpoints: how their libraries store a matrix, brought into `ExpertWeights`.
 
-`weights(experts, activation)` takes one mapping of tensors for each expert of this rank, in slot order, named as inside an
-expert: `gate_proj.weight`, `up_proj.weight`, `down_proj.weight` and their scales. Nothing is requantised, except where gate
-and up of one expert have a scale each and the kernels know one for both.
+`load_weights` takes one matrix of one expert as the library stores it: `weight`, `weight_scale` and what else there is.
+Nothing is requantised, except where gate and up of one expert have a scale each and the kernels know one for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from epserve.errors import CheckpointError, Incompatible
+from epserve.errors import CheckpointError, ConfigError, Incompatible
 
 from .capability import LayerSpec
-from .methods import Backends, FusedMoEMethodBase
+from .methods import Backends, FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from .quantization import FP8, FP8_MAX, QuantConfig
-from .types import Activation, ExpertWeights
+from .types import ExpertWeights
+from .weights import copy_part, slot_view
 
-ExpertTensors = Mapping[str, torch.Tensor]
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
-NVFP4_GROUP = 16
-SILU = Activation()
+Matrix = Mapping[str, torch.Tensor]
 
 
 class QuantizedMethod(FusedMoEMethodBase):
@@ -46,37 +44,54 @@ class QuantizedMethod(FusedMoEMethodBase):
         return cls.CONFIGS
 
     @classmethod
-    def weights(
-        cls, experts: Sequence[ExpertTensors], activation: Activation = SILU
-    ) -> tuple[ExpertWeights, QuantConfig]:
-        """The rank's weights and the scheme that they are in. Raises CheckpointError that names a missing tensor."""
-        raise AssertionError(f"{cls.__name__} has no layout")
+    def converted(cls, matrix: Matrix, quant: QuantConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales as `QuantConfig` has them. Raises CheckpointError for what is missing or of another shape."""
+        codes, scale = _of(matrix, "weight"), _of(matrix, "weight_scale")
+        if quant.scheme == "fp8_tensor":
+            return codes, scale.float().reshape(())
+        if quant.scheme in ("fp8_channel", "int8_channel"):
+            flat = scale.float().flatten()
+            if flat.numel() not in (1, codes.shape[0]):
+                raise CheckpointError(f"weight_scale: {flat.numel()} values for {codes.shape[0]} output channels")
+            return codes, flat.expand(codes.shape[0])
+        if quant.scheme == "fp8_block":
+            return codes, scale.float()
+        wanted = (codes.shape[0], codes.shape[1] * 2 // quant.shared)
+        if tuple(scale.shape) != wanted:
+            raise CheckpointError(
+                f"weight_scale: {tuple(scale.shape)} for a packed weight of {tuple(codes.shape)}, expected {wanted}"
+            )
+        return codes, scale
+
+    @classmethod
+    def load_weights(cls, weights, slot, role, matrix, *, quant, interleaved=False):
+        codes, scale = cls.converted(matrix, quant)
+        if scale.ndim == 0 and role == "up":
+            codes, scale = _one_scale_for_both(weights, slot, codes, scale)
+        copy_part(slot_view(weights, slot, role, interleaved=interleaved), codes)
+        copy_part(slot_view(weights, slot, f"{role}_scale", interleaved=interleaved), scale)
 
 
 class Fp8MoEMethod(QuantizedMethod):
     """`quant_method: fp8`. In blocks (`weight_scale_inv`, DeepSeek), or per tensor (`weight_scale`, perhaps `input_scale`)."""
 
-    CONFIGS = (QuantConfig(scheme="fp8_block", dynamic=True), QuantConfig(scheme="fp8_tensor"))
-
-    @classmethod
-    def weights(cls, experts, activation=SILU):
-        if any(f"{GATE}.weight_scale_inv" in expert for expert in experts):
-            s13 = torch.stack([_gate_up(expert, "weight_scale_inv") for expert in experts]).float()
-            s2 = torch.stack([_get(expert, DOWN, "weight_scale_inv") for expert in experts]).float()
-            return _pack(experts, activation, s13=s13, s2=s2), cls.CONFIGS[0]
-        return _per_tensor(experts, activation)
+    CONFIGS = (
+        QuantConfig(scheme="fp8_block", dynamic=True),
+        QuantConfig(scheme="fp8_tensor"),
+        QuantConfig(scheme="fp8_channel", dynamic=True),
+    )
+    QUANT_METHODS = ("fp8", "fbgemm_fp8")
 
 
 class CompressedTensorsW8A8Fp8MoEMethod(QuantizedMethod):
-    """compressed-tensors, e4m3: `weight_scale` `(rows, 1)` a channel with dynamic tokens, or a scalar a tensor."""
+    """compressed-tensors, e4m3: `weight_scale` `(rows, 1)` a channel with dynamic tokens, a scalar a tensor, or blocks."""
 
-    CONFIGS = (QuantConfig(scheme="fp8_channel", dynamic=True), QuantConfig(scheme="fp8_tensor"))
-
-    @classmethod
-    def weights(cls, experts, activation=SILU):
-        if _get(experts[0], GATE, "weight_scale").numel() == 1:
-            return _per_tensor(experts, activation)
-        return _per_channel(experts, activation), cls.CONFIGS[0]
+    CONFIGS = (
+        QuantConfig(scheme="fp8_channel", dynamic=True),
+        QuantConfig(scheme="fp8_tensor"),
+        QuantConfig(scheme="fp8_block", dynamic=True),
+    )
+    QUANT_METHODS = ("compressed-tensors",)
 
 
 class CompressedTensorsW8A8Fp8MoECutlassMethod(CompressedTensorsW8A8Fp8MoEMethod):
@@ -97,133 +112,120 @@ class CompressedTensorsW8A8Int8MoEMethod(QuantizedMethod):
     """compressed-tensors, int8: a scale a channel, tokens quantised as they come."""
 
     CONFIGS = (QuantConfig(scheme="int8_channel", dynamic=True),)
-
-    @classmethod
-    def weights(cls, experts, activation=SILU):
-        return _per_channel(experts, activation), cls.CONFIGS[0]
+    QUANT_METHODS = ("compressed-tensors",)
 
 
 class ModelOptFp8FusedMoE(QuantizedMethod):
-    """modelopt, e4m3: scalars `weight_scale` and `input_scale` a projection."""
+    """modelopt, e4m3: scalars `weight_scale` and `input_scale` a projection, or a scale a channel."""
 
-    CONFIGS = (QuantConfig(scheme="fp8_tensor"),)
-
-    @classmethod
-    def weights(cls, experts, activation=SILU):
-        return _per_tensor(experts, activation)
+    CONFIGS = (
+        QuantConfig(scheme="fp8_tensor"),
+        QuantConfig(scheme="fp8_channel", dynamic=True),
+        QuantConfig(scheme="fp8_block", dynamic=True),
+    )
+    QUANT_METHODS = ("modelopt",)
 
 
 class ModelOptNvFp4FusedMoE(QuantizedMethod):
-    """modelopt, nvfp4: two e2m1 a byte (the even one low), an e4m3 scale for 16, one float32 for all (`weight_scale_2`).
+    """nvfp4: two e2m1 a byte (the even one low), an e4m3 scale for 16, one float32 for all.
 
-    The two scales are multiplied into one float32. Activations stay in the model's dtype: `input_scale` is not used.
+    The two scales become one float32: modelopt's `weight_scale_2` multiplies, compressed-tensors' `weight_global_scale`
+    divides. Activations stay in the model's dtype: `input_scale` is not used.
     """
 
     CONFIGS = (QuantConfig(scheme="nvfp4"),)
+    QUANT_METHODS = ("modelopt", "compressed-tensors")
 
     @classmethod
-    def weights(cls, experts, activation=SILU):
-        s13 = [torch.cat([_nvfp4_scale(expert, GATE), _nvfp4_scale(expert, UP)]) for expert in experts]
-        s2 = [_nvfp4_scale(expert, DOWN) for expert in experts]
-        return _pack(experts, activation, s13=torch.stack(s13), s2=torch.stack(s2)), cls.CONFIGS[0]
+    def converted(cls, matrix, quant):
+        codes, _ = super().converted(matrix, quant)
+        return codes, nvfp4_scale(matrix)
+
+
+class CompressedTensorsWNA16MoEMethod(QuantizedMethod):
+    """int4 of compressed-tensors, and of AWQ and GPTQ without zero points: codes with offset 8, a scale for each group."""
+
+    CONFIGS = (QuantConfig(scheme="int4"),)
+    QUANT_METHODS = ("compressed-tensors", "awq", "gptq")
 
 
 class Mxfp4MoEMethod(QuantizedMethod):
-    """gpt-oss, mxfp4: `gate_up_proj_blocks` `(2N, K/32, 16)` and `_scales` `(2N, K/32)` with gate and up in turn, and biases."""
+    """mxfp4: two e2m1 a byte and a power of two (E8M0) for 32. gpt-oss has gate and up in turn, `_blocks` and `_scales`."""
 
     CONFIGS = (QuantConfig(scheme="mxfp4"),)
+    QUANT_METHODS = ("mxfp4", "fp8", "modelopt", "compressed-tensors")
 
     @classmethod
-    def weights(cls, experts, activation=SILU):
-        def joined(name: str) -> torch.Tensor:
-            return torch.stack([_apart(_of(expert, f"gate_up_proj_{name}")) for expert in experts])
-
-        def down(name: str) -> torch.Tensor:
-            return torch.stack([_of(expert, f"down_proj_{name}") for expert in experts])
-
-        biased = "gate_up_proj_bias" in experts[0]
-        packed = ExpertWeights(
-            w13_eNK=joined("blocks").flatten(2), w2_eKN=down("blocks").flatten(2), activation=activation,
-            s13=joined("scales"), s2=down("scales"),
-            b13=joined("bias") if biased else None, b2=down("bias") if biased else None,
-        )  # fmt: skip
-        return packed, cls.CONFIGS[0]
+    def converted(cls, matrix, quant):
+        codes, scale = _of(matrix, "weight").flatten(1), _of(matrix, "weight_scale")
+        if scale.dtype != torch.uint8:
+            scale = scale.view(torch.uint8)
+        return super().converted({"weight": codes.view(torch.uint8), "weight_scale": scale}, quant)
 
 
-def _of(expert: ExpertTensors, key: str) -> torch.Tensor:
-    if key not in expert:
-        raise CheckpointError(f"expert tensor {key} is missing; found: {', '.join(sorted(expert)) or 'none'}")
-    return expert[key]
+METHODS: tuple[type[FusedMoEMethodBase], ...] = (
+    UnquantizedFusedMoEMethod,
+    Fp8MoEMethod,
+    CompressedTensorsW8A8Fp8MoEMethod,
+    CompressedTensorsW8A8Int8MoEMethod,
+    ModelOptFp8FusedMoE,
+    ModelOptNvFp4FusedMoE,
+    CompressedTensorsWNA16MoEMethod,
+    Mxfp4MoEMethod,
+    CompressedTensorsW8A8Fp8MoECutlassMethod,
+)
+"""In order of preference among those of one scheme."""
 
 
-def _apart(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up in turn -> the gate's rows, then the up's."""
-    return torch.cat([rows[::2], rows[1::2]])
+def method_for(scheme: str, experts_name: str = "", quant_method: str = "") -> type[FusedMoEMethodBase]:
+    """The method class whose weights are stored in `scheme`; of several the one of this `quant_method`, else the first in
+    METHODS. A class that multiplies with one experts backend alone is taken with that backend only."""
+    found = [method for method in METHODS if scheme in {config.scheme for config in method.quant_configs()}]
+    if not found:
+        known = sorted({config.scheme for method in METHODS for config in method.quant_configs()})
+        raise ConfigError(f"quantisation {scheme!r} has no method class (served: {', '.join(known)})")
+    found = [method for method in found if quant_method in method.QUANT_METHODS] or found
+    bound = [method for method in found if method.EXPERTS == experts_name != ""]
+    return (bound or [method for method in found if not method.EXPERTS])[0]
 
 
-def _get(expert: ExpertTensors, projection: str, name: str) -> torch.Tensor:
-    return _of(expert, f"{projection}.{name}")
+def with_input_scales(
+    weights: ExpertWeights, first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]
+) -> ExpertWeights:
+    """Static scales of activations, one for the layer: the largest of all its experts', whoever holds them."""
+
+    def largest(scales: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([each.float().reshape(()) for each in scales]).max().reshape(1).to(weights.w13_eNK.device)
+
+    return replace(weights, a1=largest(first), a2=largest(second))
 
 
-def _gate_up(expert: ExpertTensors, name: str) -> torch.Tensor:
-    return torch.cat([_get(expert, GATE, name), _get(expert, UP, name)])
+def nvfp4_scale(matrix: Matrix) -> torch.Tensor:
+    """The scales of 16 and the one of all, in the arithmetic of the tool that stored them: one float32 for 16."""
+    scale = _of(matrix, "weight_scale").float()
+    if "weight_global_scale" in matrix:
+        return scale / matrix["weight_global_scale"].float()
+    return scale * _of(matrix, "weight_scale_2").float()
 
 
-def _pack(experts: Sequence[ExpertTensors], activation: Activation, **scales) -> ExpertWeights:
-    return ExpertWeights(
-        w13_eNK=torch.stack([_gate_up(expert, "weight") for expert in experts]),
-        w2_eKN=torch.stack([_get(expert, DOWN, "weight") for expert in experts]),
-        activation=activation,
-        **scales,
-    )
+def _of(matrix: Matrix, key: str) -> torch.Tensor:
+    if key not in matrix:
+        raise CheckpointError(f"{key} is missing; found: {', '.join(sorted(matrix)) or 'none'}")
+    return matrix[key]
 
 
-def _per_channel(experts: Sequence[ExpertTensors], activation: Activation) -> ExpertWeights:
-    s13 = torch.stack([_gate_up(expert, "weight_scale").flatten() for expert in experts]).float()
-    s2 = torch.stack([_get(expert, DOWN, "weight_scale").flatten() for expert in experts]).float()
-    packed = _pack(experts, activation, s13=s13, s2=s2)
-    for name, scale, rows in (("s13", s13, packed.w13_eNK.shape[1]), ("s2", s2, packed.w2_eKN.shape[1])):
-        if scale.shape[1] != rows:
-            raise CheckpointError(f"weight_scale ({name}): {scale.shape[1]} values for {rows} output channels")
-    return packed
+def _one_scale_for_both(
+    weights: ExpertWeights, slot: int, codes: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The up projection's codes and the larger scale of gate and up; codes of the other one are rounded to it."""
+    assert weights.s13 is not None
+    first = weights.s13[slot].to(scale.device)
+    top = torch.maximum(first, scale)
+    gate = slot_view(weights, slot, "gate")
+    if not torch.equal(first, top):
+        copy_part(gate, _rounded(gate, first / top))
+    return codes if torch.equal(scale, top) else _rounded(codes, scale / top), top
 
 
-def _per_tensor(experts: Sequence[ExpertTensors], activation: Activation) -> tuple[ExpertWeights, QuantConfig]:
-    """One scale an expert for gate and up together: the larger of the two, and the other's codes are rounded to it.
-
-    The scale of activations is one for the layer, so the largest of the experts'; without any they are scaled row by row.
-    """
-    w13, s13 = zip(*(_joined(expert) for expert in experts), strict=True)
-    s2 = torch.stack([_get(expert, DOWN, "weight_scale").float().reshape(()) for expert in experts])
-    static = f"{GATE}.input_scale" in experts[0]
-    a1 = a2 = None
-    if static:
-        both = [_get(expert, name, "input_scale").float().reshape(()) for expert in experts for name in (GATE, UP)]
-        a1 = torch.stack(both).max().reshape(1)
-        a2 = torch.stack([_get(e, DOWN, "input_scale").float().reshape(()) for e in experts]).max().reshape(1)
-    packed = ExpertWeights(
-        w13_eNK=torch.stack(w13), w2_eKN=torch.stack([_get(expert, DOWN, "weight") for expert in experts]),
-        activation=activation, s13=torch.stack(s13), s2=s2, a1=a1, a2=a2,
-    )  # fmt: skip
-    return packed, QuantConfig(scheme="fp8_tensor", dynamic=not static)
-
-
-def _joined(expert: ExpertTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = [_get(expert, name, "weight_scale").float().reshape(()) for name in (GATE, UP)]
-    top = torch.maximum(*scales)
-    parts = []
-    for name, scale in zip((GATE, UP), scales, strict=True):
-        codes = _get(expert, name, "weight")
-        if not torch.equal(scale, top):
-            codes = (codes.float() * (scale / top)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-        parts.append(codes)
-    return torch.cat(parts), top
-
-
-def _nvfp4_scale(expert: ExpertTensors, projection: str) -> torch.Tensor:
-    codes, scale = _get(expert, projection, "weight"), _get(expert, projection, "weight_scale").float()
-    if scale.shape != (codes.shape[0], codes.shape[1] * 2 // NVFP4_GROUP):
-        raise CheckpointError(
-            f"{projection}.weight_scale: {tuple(scale.shape)} for a packed weight of {tuple(codes.shape)}"
-        )
-    return scale * _get(expert, projection, "weight_scale_2").float()
+def _rounded(codes: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return (codes.float() * factor.to(codes.device)).clamp(-FP8_MAX, FP8_MAX).to(FP8)

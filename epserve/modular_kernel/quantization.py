@@ -24,7 +24,7 @@ class QuantConfig:
     fp8_channel       e4m3                    e4m3, per token        (e, 2N), (e, K) fp32          -
     fp8_block         e4m3                    e4m3, per 1x128        (e, 2N/128, K/128) ... fp32   -
     int8_channel      int8                    int8, per token        (e, 2N), (e, K) fp32          -
-    int4              uint8, two a byte       not quantised          (e, 2N, K/group) ...          -
+    int4              uint8, two a byte       not quantised          (e, 2N, K/group) scale_dtype  -
     mxfp4             uint8, two a byte       not quantised          (e, 2N, K/32) e8m0 as uint8   -
     nvfp4             uint8, two a byte       not quantised          (e, 2N, K/16) fp32            -
 
@@ -35,12 +35,31 @@ class QuantConfig:
     scheme: str = "none"
     dynamic: bool = False
     group: int = 128
+    scale_dtype: torch.dtype = torch.float32
+    """Of weights' scales in int4: the checkpoint's own."""
 
     SCHEMES = ("none", "fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", "int4", "mxfp4", "nvfp4")
 
     def __post_init__(self):
         if self.scheme not in self.SCHEMES:
             raise ConfigError(f"quantisation {self.scheme!r} is not one of {', '.join(self.SCHEMES)}")
+
+    @property
+    def packed(self) -> bool:
+        """Two codes a byte."""
+        return self.scheme in ("int4", "mxfp4", "nvfp4")
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        """Of the codes; None: the model's own dtype."""
+        if self.packed:
+            return torch.uint8
+        return {"none": None, "int8_channel": torch.int8}.get(self.scheme, FP8)
+
+    @property
+    def shared(self) -> int:
+        """So many neighbours of a row share a scale; 1: none, or all of a row."""
+        return {"fp8_block": BLOCK, "int4": self.group, "mxfp4": 32, "nvfp4": 16}.get(self.scheme, 1)
 
     @property
     def dispatch_dtype(self) -> torch.dtype | None:

@@ -118,6 +118,8 @@ class Engine:
     async def start(self) -> None:
         """Returns when every rank has loaded and run a step. Raises an EpserveError; everything is then stopped again."""
         self._set_state("starting")
+        for group in self.plan.groups:
+            log.info(group.describe())
         try:
             await self._connect()
             pool = self._pool = Pool(
@@ -245,7 +247,9 @@ class Engine:
         text = chosen.explain()
         if report is not None and report.backends != chosen.names:
             text = f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
-        lines = [*pool.explanation, *filter(None, (pool.stuck, pool.changes.trouble))] if pool is not None else ()
+        lines = [group.describe() for group in self.plan.groups]
+        if pool is not None:
+            lines += [*pool.explanation, *filter(None, (pool.stuck, pool.changes.trouble))]
         return text + "".join(f"\n  - {line}" for line in lines)
 
     def _chosen(self) -> Chosen:

@@ -158,6 +158,7 @@ class RankActor:
         plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
         if checkpoint is not None and self._config.engine.spare_weights == "host":
             try:
+                checkpoint.serve_as(plan.served)
                 self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
             except NotReady as error:  # a spare that reads files is better than none
                 log.warning("this spare will read the checkpoint when it takes over: %s", error)

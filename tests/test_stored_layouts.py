@@ -13,13 +13,16 @@ from epserve.errors import CheckpointError
 from epserve.models import open_checkpoint
 from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
-from epserve.modular_kernel import UNQUANTIZED
+from epserve.modular_kernel import UNQUANTIZED, RankContext
 from epserve.rank_plan import plan_ranks
+from epserve.step import StepPlan
+from epserve.worker import Worker
 
 from .checkpoints import edit_config
 from .stored_layouts import BY_NAME, E2M1, ROWS, write_stored
 
-LAYER = 1
+LAYER, TOKENS = 1, 9
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here")
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +222,59 @@ def test_static_scales_are_the_largest_of_the_layer_whoever_holds_them(folders):
         weights = found.load_layer(LAYER, wanted).experts
         assert weights.a2 == max(value for name, value in scales.items() if "down_proj" in name)
         assert weights.a1 == max(value for name, value in scales.items() if "down_proj" not in name)
+
+
+def served(path, device, **engine):
+    """One rank of the service's own path: the layer's output for random tokens and choices, in float32."""
+    settings = {"model": {"path": str(path)}, "engine": {"device": device, "max_tokens_per_rank": 64, **engine}}
+    worker = Worker(parse_config(settings), RankContext(device=torch.device(device)))
+    worker.load()
+    worker.warm_up()
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn((TOKENS, 256), generator=g)
+    ids = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(TOKENS)]).int()
+    shares = torch.rand((TOKENS, 2), generator=g)
+    outs = {}
+    for layer in worker.info.layers:
+        plan = StepPlan(step=0, layer=layer, mode="routed", tokens_per_rank=(TOKENS,))
+        outs[layer] = worker.step(plan, x.to(worker.info.dtype), ids, shares).float().cpu()
+    groups = worker.plan.groups
+    worker.close()
+    return outs, groups
+
+
+def compared(got, want):
+    return max(float((got[layer] - want[layer]).norm() / want[layer].norm()) for layer in want)
+
+
+LIMITS = {"none": 8e-3, "int4": 8e-3, "mxfp4": 8e-3, "nvfp4": 8e-3, "int8_channel": 3e-2}
+"""Relative L2 error against float32 on the dequantised weights: bf16 rows; e4m3 rows where the scheme quantises them."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_rank_serves_it(folders, row):
+    """On the CPU, whatever backend takes it there."""
+    path, plain = folders(row.name)
+    got, groups = served(path, "cpu")
+    want, _ = served(plain, "cpu")
+    assert compared(got, want) < LIMITS.get(groups[0].spec.quant.scheme, 6e-2)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_gpu_rank_serves_it_packed(folders, row):
+    path, plain = folders(row.name)
+    got, (group,) = served(path, "cuda")
+    assert group.spec.quant.scheme == row.scheme
+    assert compared(got, served(plain, "cpu")[0]) < LIMITS.get(row.scheme, 6e-2)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_gpu_rank_serves_layers_of_mixed_precision(tmp_path):
+    row = BY_NAME["compressed int4"]
+    path, plain = write_stored(row, tmp_path, num_layers=3, keep=lambda name: ".layers.2." in name)
+    got, groups = served(path, "cuda")
+    assert [group.spec.quant.scheme for group in groups] == ["int4", "none"]
+    assert compared(got, served(plain, "cpu")[0]) < LIMITS["int4"]

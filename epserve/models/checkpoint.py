@@ -9,7 +9,6 @@ Legend: K hidden size, N intermediate size, S intermediate size of the shared ex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,8 @@ from .info import MAX_EXPERTS, ConfigReader, ModelInfo
 from .layout import Block, find_block
 from .layouts import StoredTensor
 from .stored import StoredReader, stored_tensors
-from .stored_experts import StoredExperts, check_declared, groups
 from .tensors import TensorReader, check_values, read_index, read_json
+from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, SharedExperts, fingerprint
 
 if TYPE_CHECKING:
@@ -106,15 +105,6 @@ class Checkpoint:
         target.copy_(value)
 
 
-def check_wanted(info: ModelInfo, layer: int, experts: Sequence[int]) -> None:
-    """Raises CheckpointError for an unknown layer or expert."""
-    if layer not in info.layers:
-        raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
-    wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
-    if wrong:
-        raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
-
-
 def open_checkpoint(
     path: Path | str, dtype: str = "auto", layers: Sequence[int] = ()
 ) -> Checkpoint | GenericCheckpoint:
@@ -160,11 +150,3 @@ def open_checkpoint(
     blocks = {layer: find_block(info, tensors, layer, path) for layer in info.layers}
     experts = {layer: block.experts(tensors, num_experts) for layer, block in blocks.items()}
     return Checkpoint(with_stored(info, experts, said), tensors, blocks)
-
-
-def with_stored(info: ModelInfo, experts: Mapping[int, StoredExperts], said: declared.Declared) -> ModelInfo:
-    """Raises CheckpointError where quantised experts are declared and none are there."""
-    check_declared(experts.values(), said)
-    kinds = {layer: (each.describe(), each.scheme(info.sizes)) for layer, each in experts.items()}
-    stored = groups(kinds, said.method)
-    return replace(info, stored=stored, quant=stored[0].quant)

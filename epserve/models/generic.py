@@ -22,13 +22,13 @@ from epserve.modular_kernel import UNQUANTIZED, ExpertWeights, GateSpec, GateWei
 from epserve.modular_kernel.weights import ExpertSizes, empty_weights, slot_view
 
 from . import conversion, declared
-from .checkpoint import check_wanted, with_stored
 from .expert_modules import ExpertsLayer, ExpertsShape, find_layers, top_k
 from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
 from .layouts import StoredTensor
 from .stored import StoredReader, stored_tensors
 from .stored_experts import StoredExperts
 from .tensors import TensorReader, check_values, read_index, shown
+from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, fingerprint
 
 COUNTS = (

@@ -1,0 +1,29 @@
+"""What is wanted of a checkpoint, checked, and how that is stored, for the tables' path and the generic one alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from epserve.errors import CheckpointError
+
+from .declared import Declared
+from .info import ModelInfo
+from .stored_experts import StoredExperts, check_declared, groups
+
+
+def check_wanted(info: ModelInfo, layer: int, experts: Sequence[int]) -> None:
+    """Raises CheckpointError for an unknown layer or expert."""
+    if layer not in info.layers:
+        raise CheckpointError(f"layer {layer} is not a loaded MoE layer of {info.name}; those are {info.layers}")
+    wrong = [expert for expert in experts if not 0 <= expert < info.num_experts]
+    if wrong:
+        raise CheckpointError(f"experts {wrong} are outside 0..{info.num_experts - 1}")
+
+
+def with_stored(info: ModelInfo, experts: Mapping[int, StoredExperts], said: Declared) -> ModelInfo:
+    """Raises CheckpointError where quantised experts are declared and none are there."""
+    check_declared(experts.values(), said)
+    kinds = {layer: (each.describe(), each.scheme(info.sizes)) for layer, each in experts.items()}
+    stored = groups(kinds, said.method)
+    return replace(info, stored=stored, quant=stored[0].quant)

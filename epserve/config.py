@@ -35,7 +35,7 @@ class _Section(BaseModel):
 
 class ModelConfig(_Section):
     path: Path
-    """Folder with config.json and safetensors."""
+    """Folder with config.json and safetensors, or a GGUF file or a folder with one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of activations and unquantised weights; auto: the checkpoint's own."""
     layers: tuple[int, ...] = ()

@@ -17,13 +17,13 @@ import torch
 from epserve.errors import CheckpointError
 from epserve.modular_kernel import UNQUANTIZED, GateWeights, QuantConfig
 
-from . import declared
-from .families import FAMILIES, Key
+from . import declared, gguf_files
+from .families import FAMILIES, Family, Key
 from .info import MAX_EXPERTS, ConfigReader, ModelInfo
 from .layout import Block, find_block
 from .layouts import StoredTensor
 from .stored import StoredReader, stored_tensors
-from .tensors import TensorReader, check_values, read_index, read_json
+from .tensors import TensorInfo, TensorReader, check_values, read_index, read_json
 from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, SharedExperts, fingerprint
 
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Made by `open_checkpoint`. Holds headers only, no data and no open file."""
 
-    def __init__(self, info: ModelInfo, tensors: Mapping[str, StoredTensor], blocks: dict[int, Block]):
-        self.info = info
+    def __init__(
+        self, info: ModelInfo, family: Family, tensors: Mapping[str, StoredTensor], blocks: Mapping[int, Block]
+    ):
+        self.info, self._family = info, family
         self._tensors, self._blocks = tensors, blocks
         self._served = {layer: kind.quant for kind in info.kinds for layer in kind.layers}
 
@@ -62,7 +64,7 @@ class Checkpoint:
             )
 
     def _load_gate(self, reader: StoredReader, block: Block, device: torch.device) -> GateWeights:
-        info, names = self.info, FAMILIES[self.info.family].gate_tensors
+        info, names = self.info, self._family.gate_tensors
         dtype = torch.float32 if info.gate.logits_float32 else info.dtype
         dtypes = {"weight": dtype, "bias": dtype, "correction_bias": torch.float32}
         found = {role: self._dense(reader, block, name, dtypes[role], device) for role, name in names.items()}
@@ -71,7 +73,7 @@ class Checkpoint:
         )
 
     def _load_shared(self, reader: StoredReader, block: Block, device: torch.device) -> SharedExperts | None:
-        info, form = self.info, FAMILIES[self.info.family].shared
+        info, form = self.info, self._family.shared
         if form is None or not info.shared_intermediate:
             return None
         size = info.shared_intermediate
@@ -110,11 +112,15 @@ def open_checkpoint(
 ) -> Checkpoint | GenericCheckpoint:
     """Read config.json and all headers, and check every tensor beneath the MoE layers.
 
-    A model_type that is not in FAMILIES is looked up in transformers, where that is installed.
+    GGUF files and folders of them, too. A model_type that is not in FAMILIES is looked up in transformers, where it is there.
     dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16". layers: serve only these; empty: all.
     Raises CheckpointError that names the key, tensor or file, and for shapes both of them.
     """
     path = Path(path)
+    if pieces := gguf_files.files_of(path):
+        config, family, files, tensors = gguf_files.read(pieces)
+        said = declared.Declared(method="gguf", source=str(path))
+        return _opened(path, family, ConfigReader(config, str(path)), files, tensors, said, dtype, layers)
     config = read_json(path / "config.json")
     reader, kind = ConfigReader(config, str(path / "config.json")), config.get("model_type")
     if isinstance(kind, str) and kind not in FAMILIES:
@@ -124,7 +130,20 @@ def open_checkpoint(
             return generic.open_generic(path, config, dtype, layers)
     family, files = reader.family(), read_index(path)
     said = declared.read(path, config)
-    tensors = stored_tensors(files, said)
+    return _opened(path, family, reader, files, stored_tensors(files, said), said, dtype, layers)
+
+
+def _opened(
+    path: Path,
+    family: Family,
+    reader: ConfigReader,
+    files: Mapping[str, TensorInfo],
+    tensors: Mapping[str, StoredTensor],
+    said: declared.Declared,
+    dtype: str,
+    layers: Sequence[int],
+) -> Checkpoint:
+    """By a table of ours."""
     moe_layers = reader.layers(family)
     unknown = sorted(set(layers) - set(moe_layers))
     if unknown or not moe_layers:
@@ -144,9 +163,9 @@ def open_checkpoint(
         bias=any("down_bias" in form.tensors for form in family.forms),
         gate=gate,
         shared_intermediate=reader.shared_intermediate(family),
-        fingerprint=fingerprint(config, files),
+        fingerprint=fingerprint(dict(reader.config), files),
         quant=UNQUANTIZED,
     )
-    blocks = {layer: find_block(info, tensors, layer, path) for layer in info.layers}
+    blocks = {layer: find_block(info, family, tensors, layer, path) for layer in info.layers}
     experts = {layer: block.experts(tensors, num_experts) for layer, block in blocks.items()}
-    return Checkpoint(with_stored(info, experts, said), tensors, blocks)
+    return Checkpoint(with_stored(info, experts, said), family, tensors, blocks)

@@ -15,7 +15,7 @@ from epserve.errors import CheckpointError
 from epserve.modular_kernel import UNQUANTIZED
 from epserve.modular_kernel.weights import empty_weights, slot_view
 
-from .families import FAMILIES, ExpertForm
+from .families import ExpertForm, Family
 from .info import ModelInfo
 from .layouts import StoredTensor
 from .stored_experts import StoredExperts
@@ -41,17 +41,16 @@ class Block:
         return StoredExperts(tensors=found, transposed=form.transposed, interleaved=form.interleaved)
 
 
-def find_block(info: ModelInfo, tensors: Mapping[str, StoredTensor], layer: int, path: Path) -> Block:
+def find_block(info: ModelInfo, family: Family, tensors: Mapping[str, StoredTensor], layer: int, path: Path) -> Block:
     """The prefix and form that fit the names of this layer best; every name and shape is then checked.
 
     Raises CheckpointError for missing, surplus and misshapen tensors, and for those that are in no known layout.
     """
-    family = FAMILIES[info.family]
     prefixes = [each.format(layer=layer) for each in family.blocks]
     prefixes += [each.removeprefix(BASE_PREFIX) for each in prefixes]  # saved by the base model, without its head
     choices = [Block(prefix=prefix, form=form) for prefix in prefixes for form in family.forms]
-    block = max(choices, key=lambda block: sum(name in tensors for name in expected_shapes(info, block)))
-    expected = expected_shapes(info, block)
+    block = max(choices, key=lambda block: sum(name in tensors for name in expected_shapes(info, family, block)))
+    expected = expected_shapes(info, family, block)
     present = {name for name in tensors if name.startswith(block.prefix)}
     for name in sorted(present):
         tensors[name].check()
@@ -67,9 +66,9 @@ def find_block(info: ModelInfo, tensors: Mapping[str, StoredTensor], layer: int,
     return block
 
 
-def expected_shapes(info: ModelInfo, block: Block) -> dict[str, tuple[int, ...]]:
+def expected_shapes(info: ModelInfo, family: Family, block: Block) -> dict[str, tuple[int, ...]]:
     """Every matrix and vector that must lie beneath the block, with the shape that it stands for."""
-    family, K = FAMILIES[info.family], info.hidden
+    K = info.hidden
     gate = {"weight": (info.num_experts, K), "bias": (info.num_experts,), "correction_bias": (info.num_experts,)}
     shapes = {family.gate_tensors[role]: gate[role] for role in family.gate_tensors}
     shapes |= _expert_shapes(info, block.form)

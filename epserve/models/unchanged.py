@@ -26,6 +26,7 @@ from epserve.boot import boot_id
 from epserve.errors import CheckpointError
 from epserve.modular_kernel import QuantConfig
 
+from . import gguf_files
 from .checkpoint import open_checkpoint
 from .declared import BESIDE
 from .tensors import INDEX, SINGLE, read_json
@@ -62,7 +63,7 @@ class Stamp:
         """By the files' sizes and times alone: no data is read. Raises CheckpointError where a file is missing."""
         try:
             host = boot_id()
-            found = [(name, (path / name).stat()) for name in _names(path)]
+            found = [(name, (_folder(path) / name).stat()) for name in _names(path)]
             return cls(
                 path=path,
                 place=(host, path.stat().st_dev),
@@ -164,7 +165,9 @@ class UnchangedCheckpoint:
 
 
 def _names(path: Path) -> list[str]:
-    """The files that are read: the configuration, and what `read_index` reads."""
+    """The files that are read, within the folder: the configuration, and what `read_index` reads; or GGUF files."""
+    if pieces := gguf_files.files_of(path):
+        return [piece.name for piece in pieces]
     settings = ["config.json", *(name for name in BESIDE if (path / name).exists())]
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return [*settings, SINGLE]
@@ -175,10 +178,15 @@ def _names(path: Path) -> list[str]:
     return [*settings, INDEX, *sorted(shards)]
 
 
+def _folder(path: Path) -> Path:
+    """A checkpoint may be one GGUF file."""
+    return path.parent if path.suffix == gguf_files.SUFFIX and not path.is_dir() else path
+
+
 def _digest(path: Path, files: Sequence[FileStamp]) -> str:
     try:
         with ThreadPoolExecutor(READERS) as readers:
-            digests = list(readers.map(lambda file: _digest_file(path / file.name, file.size), files))
+            digests = list(readers.map(lambda file: _digest_file(_folder(path) / file.name, file.size), files))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     return hashlib.sha256(b"".join(digests)).hexdigest()
@@ -191,7 +199,8 @@ def _digest_file(path: Path, size: int) -> bytes:
         if size <= WHOLE_BYTES or path.suffix == ".json":
             digest.update(file.read())
             return digest.digest()
-        start = min(8 + int.from_bytes(file.read(8), "little"), size)
+        gguf = path.suffix == gguf_files.SUFFIX  # does not say how long its header is
+        start = min(WHOLE_BYTES if gguf else 8 + int.from_bytes(file.read(8), "little"), size)
         file.seek(0)
         digest.update(file.read(start))
         chance, part = random.Random(f"{path.name} {size}"), max((size - start) // SAMPLES, SAMPLE_BYTES)

@@ -2,12 +2,14 @@
 
     python -m benchmarks.experts_in_turn --json result.json
     python -m benchmarks.experts_in_turn --shapes mixtral8x7 --dtypes fp8_block --ms 4096 --pause 0.5 --rounds 8
+    python -m benchmarks.experts_in_turn --peers deepgemm              our experts and one peer
 
 Every contender of a cell is checked against float64 and captured as one CUDA graph over several inputs. Then they replay in
 turn, in random order each round. **cool**: the median of one replay after a pause, in which the chip's clock recovers.
-**warm**: the median of the last replays of half a second without a pause. Contenders: our Triton experts, our backends
-on a library's products (`cutlass`, `deepgemm`) where the library is installed, and torch's grouped products with plain kernels
-around them. Exit status 1 when a cell failed or was wrong.
+**warm**: the median of the last replays of `--warm` seconds without a pause. Contenders: our Triton experts, our backends
+on a library's products (`cutlass`, `deepgemm`) where the library is installed, torch's grouped products with plain kernels
+around them (`torch`), and for 4-bit weights our kernels that widen them tile by tile (`four_bits`). Exit status 1 when a cell
+failed or was wrong.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from benchmarks.expert_inputs import (
+    GROUPS,
     SHAPES,
     TOLERANCE,
     Shape,
@@ -34,30 +40,32 @@ from benchmarks.expert_inputs import (
     num_sets,
     relative_error,
 )
-from benchmarks.experts import ALLOWED, FORMATS, LIBRARIES, MS, environment, stored_peers
+from benchmarks.experts import ALLOWED, FORMATS, LIBRARIES, MS, compile_cell, environment, stored_peers
 from benchmarks.torch_peer import TorchGroupedMM
 from epserve.errors import Incompatible
 from epserve.modular_kernel import ExpertWeights
 
-WARM_S = 0.5
+PEERS = (*LIBRARIES, "torch", "four_bits")
 Graphs = dict[str, torch.cuda.CUDAGraph]
 
 
-def contenders(shape: Shape, dtype: str, weights: ExpertWeights) -> dict[str, Callable]:
+def contenders(shape: Shape, dtype: str, weights: ExpertWeights, peers: list[str]) -> dict[str, Callable]:
     """Name -> a function from inputs to a function that runs the layer on them."""
     found: dict[str, Callable] = {}
-    for name in ("standard", *LIBRARIES):
+    for name in ("standard", *(peer for peer in peers if peer != "torch" and (peer != "four_bits" or dtype in GROUPS))):
         try:
-            kernel = FORMATS[name](shape, dtype, weights, None)
+            kernel = FORMATS["standard" if name == "four_bits" else name](shape, dtype, weights, None)
         except Incompatible:
             continue
+        if name == "four_bits":  # also in thick batches
+            kernel.experts.widened = lambda: None  # type: ignore[method-assign]
 
         def on(inputs, kernel=kernel):
             prepared = kernel.prepare(inputs)
             return lambda: kernel.run(prepared)
 
         found["triton" if name == "standard" else name] = on
-    if dtype in ("bf16", "fp8_tensor"):
+    if "torch" in peers and dtype in ("bf16", "fp8_tensor"):
         peer = TorchGroupedMM(weights, shape.topk)
         found["torch"] = lambda inputs: lambda: peer.run(inputs)
     return found
@@ -85,7 +93,7 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def in_turn(graphs: Graphs, sets: int, rounds: int, pause: float) -> dict[str, dict[str, float]]:
+def in_turn(graphs: Graphs, sets: int, rounds: int, pause: float, warm_s: float) -> dict[str, dict[str, float]]:
     """us per batch: after pauses, and under load."""
     order, cool = random.Random(1), {name: [] for name in graphs}  # type: ignore[var-annotated]
     for _ in range(rounds):
@@ -95,7 +103,7 @@ def in_turn(graphs: Graphs, sets: int, rounds: int, pause: float) -> dict[str, d
     warm: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(2):
         for name in order.sample(list(graphs), len(graphs)):
-            times, until = [], time.monotonic() + WARM_S / 2
+            times, until = [], time.monotonic() + warm_s / 2
             while len(times) < 4 or time.monotonic() < until:
                 times.append(replay_us(graphs[name]) / sets)
             warm[name] += times[len(times) // 2 :]
@@ -110,7 +118,7 @@ def measure(name: str, dtype: str, m: int, weights: ExpertWeights, options: argp
     floor = floor_us(shape, dtype, m, pairs, active)
     cell: dict = {"shape": name, "dtype": dtype, "M": m, "floor_us": floor, "left_out": {}}
     graphs: Graphs = {}
-    for who, on in contenders(shape, dtype, weights).items():
+    for who, on in contenders(shape, dtype, weights, options.peers).items():
         try:
             runs = [on(batch) for batch in batches]
             error = relative_error(weights, batches[0], runs[0](), 128, dtype)
@@ -119,7 +127,7 @@ def measure(name: str, dtype: str, m: int, weights: ExpertWeights, options: argp
             graphs[who] = capture(runs)
         except Exception as error:  # one contender must not end the cell
             cell["left_out"][who] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-    cell["us"] = in_turn(graphs, sets, options.rounds, options.pause)
+    cell["us"] = in_turn(graphs, sets, options.rounds, options.pause, options.warm)
     return cell
 
 
@@ -178,10 +186,15 @@ def main() -> int:
     parser.add_argument("--ms", nargs="+", type=int, default=MS)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds before each cool replay")
+    parser.add_argument("--warm", type=float, default=0.5, help="seconds of load before each warm time")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="where they are installed")
     parser.add_argument("--commit", default="", help="recorded in the result")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     stored, cells = stored_peers("uniform", "standard"), []
+    jobs = [("standard", s, d, m, None) for s in options.shapes for d in options.dtypes for m in options.ms]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        print(*filter(None, pool.map(compile_cell, jobs)), sep="\n", flush=True)
     head = {"commit": options.commit, "rounds": options.rounds, "pause_s": options.pause, **environment()}
     for name in options.shapes:
         for dtype in options.dtypes:

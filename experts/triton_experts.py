@@ -42,6 +42,7 @@ from .triton_launch import (
     regions,
 )
 from .triton_tiles import PACKED, Problem, Table, choose
+from .widened import Widened
 
 CAPABILITY = ExpertsCapability(
     activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
@@ -69,6 +70,7 @@ class TritonExperts(TiledExperts):
     def __init__(self, spec):
         super().__init__(spec)
         self._launcher: Launcher | None = None
+        self._widened: Widened | None = None
         self._shapes: dict[tuple, WorkspaceShapes] = {}
 
     @classmethod
@@ -82,6 +84,12 @@ class TritonExperts(TiledExperts):
             if self.table is None:
                 self.table = tile_tuning.table_for(self, device)
         return self._launcher
+
+    def widened(self) -> Widened | None:
+        """How thick batches of 4-bit weights are computed; None: there is no other way than for thin ones."""
+        if self._widened is None and self.spec.quant.scheme in PACKED and self.spec.shape.dtype == torch.bfloat16:
+            self._widened = Widened(self)
+        return self._widened
 
     def use(self, tuning):
         self.tuning = tuning
@@ -100,7 +108,8 @@ class TritonExperts(TiledExperts):
         return tile_tuning.variant(self)
 
     def explain(self):
-        return tile_tuning.explain(self)
+        wide = [] if self._widened is None else self._widened.explain(self.served)
+        return tile_tuning.explain(self) + wide
 
     def tiles(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tiles, str]:
         problem = dataclasses.replace(Problem.of(self.spec, num_experts), top_k=top_k)
@@ -127,6 +136,8 @@ class TritonExperts(TiledExperts):
         x, ids = prepared.x, prepared.routing.ids_Mt
         if x.shape[0] == 0 or weights.num_experts == 0:
             return output.zero_()
+        if (wide := self.widened()) is not None and wide.serves(x.shape[0], ids.shape[1], weights.num_experts):
+            return wide.apply(output, prepared, weights=weights, workspace=workspace)
         tiles, _ = self.tiles(x.shape[0], weights.num_experts, ids.shape[1])
         b, direct = self.carve(*regions(workspace), x.shape[0], ids.shape[1], weights.num_experts, tiles)
         self.route(b, prepared, tiles, weights.num_experts, direct)
@@ -172,6 +183,8 @@ class TritonExperts(TiledExperts):
         triton_warmup.warm_up(self, weights, max_rows, Workspaces(weights.w13_eNK.device))
 
     def _measure(self, num_rows: int, top_k: int, num_experts: int) -> tuple[int, int]:
+        if (wide := self.widened()) is not None and wide.serves(num_rows, top_k, num_experts):
+            return wide.measure(num_rows, top_k, num_experts)
         r13, r2 = regions(None)
         tiles, _ = self.tiles(num_rows, num_experts, top_k)
         self.carve(r13, r2, num_rows, top_k, num_experts, tiles)

@@ -7,6 +7,6 @@ from tests.own_process import run_checks
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("checks", ["check_experts.py", "check_libraries.py"])
+@pytest.mark.parametrize("checks", ["check_experts.py", "check_libraries.py", "check_widened.py"])
 def test_kernels_in_the_interpreter(checks):
     run_checks(f"tests/triton_interpreter/{checks}", TRITON_INTERPRET="1")

@@ -216,8 +216,15 @@ FOUR_BITS = [
                                 ("thick", 600, BF16))
 ]  # fmt: skip
 """Sizes that the interpreter would take minutes for."""
-
-ALL = CASES + SPECIALISED + FOUR_BITS
+WIDENED = [
+    *(Case(why="thick, weights widened once", tokens=900, hidden=512, intermediate=384, scheme=scheme, local=4, total=4)
+      for scheme in ("int4", "mxfp4", "nvfp4")),
+    Case(why="thick, weights widened once, hot, on two ranks", tokens=1800, hidden=768, intermediate=512, scheme="int4",
+         local=4, total=8, routing="hot"),
+    Case(why="thick, weights widened once, gpt-oss", tokens=900, hidden=288, intermediate=160, scheme="mxfp4", bias=True,
+         local=4, total=4, activation=Activation(kind="swigluoai", limit=7.0)),
+]  # fmt: skip
+ALL = CASES + SPECIALISED + FOUR_BITS + WIDENED
 
 
 def make_weights(case: Case, device: str, seed: int = 1) -> tuple[ExpertWeights, tuple[torch.Tensor, torch.Tensor]]:

@@ -100,6 +100,18 @@ def test_every_barrier_is_used_so_that_its_memory_is_given_to_nothing_else(bm, l
     assert len(variants) == 2
 
 
+@pytest.mark.skipif(CAPABILITY != 90, reason="looks at Hopper's instructions")
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4", "nvfp4"])
+def test_thick_batches_widen_weights_once_and_multiply_them_as_bf16(scheme):
+    found = kernels(Case(why="thick", tokens=2000, scheme=scheme, **SIZES))
+    for compiled in found["widen"]:
+        code = machine_code(compiled)
+        assert "STL" not in code and "STG.E.128" in code and not re.search(r"I2F|STG\.E ", code)
+    products = [compiled for name in ("gate_up", "down") for compiled in found[name]]
+    assert len(products) == 2 and all("HGMMA" in machine_code(compiled) for compiled in products)
+    assert "UBLK" in machine_code(found["gate_up"][0]) or "UTMALDG" in machine_code(found["gate_up"][0])
+
+
 MOST = {"int4": 6.0, "mxfp4": 6.0, "nvfp4": 7.0}
 """Instructions of a step for each weight of a thread, products and addresses included; 6.4 to 18.5 by conversions."""
 

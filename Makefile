@@ -38,7 +38,7 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m epserve.serving.generate --check
+	$(BIN)/python -m epserve.protocol.generate --check
 	$(BIN)/python docs/generate.py --check
 
 # The sdist and the wheel, looked at as the package index does.
@@ -57,7 +57,7 @@ format: env
 	$(BIN)/ruff format .
 
 generate: env
-	$(BIN)/python -m epserve.serving.generate
+	$(BIN)/python -m epserve.protocol.generate
 	$(BIN)/python docs/generate.py
 
 clean:

@@ -14,7 +14,7 @@ from epserve.modular_kernel import (
     Routing,
 )
 
-from .torch_distributed import Journey, TorchDistributedPrepareAndFinalize, pack_beside, unpack, unpack_beside
+from .transport.torch_distributed import Journey, TorchDistributedPrepareAndFinalize, pack_beside, unpack, unpack_beside
 
 
 class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):

@@ -24,7 +24,7 @@ from epserve.modular_kernel import (
     weighted_sum,
 )
 
-from .torch_distributed import TorchDistributedPrepareAndFinalize, unpack
+from .transport.torch_distributed import TorchDistributedPrepareAndFinalize, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 
-from . import deepep_library as library
+from .transport import deepep_library as library
 
 RANKS = (2, 4, 8)  # what its kernels inside one node are compiled for
 NUM_SMS = {2: 64}

@@ -25,8 +25,8 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.quantization import BLOCK
 
-from . import deepep_library as library
-from .symmetric import one_host
+from .transport import deepep_library as library
+from .transport.symmetric import one_host
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # what its kernels are compiled for
 MAX_TOP_K = 11

@@ -10,8 +10,8 @@ import torch
 from epserve.errors import ConfigError
 from epserve.modular_kernel import All2AllManager, LayerSpec, PrepareFinalizeOptions
 
-from . import deepep_library as library
 from .deepep_ht import DeepEPHTPrepareAndFinalize, padded_hidden
+from .transport import deepep_library as library
 
 MIN_NCCL = (2, 30)  # its communicators come from NCCL's device API
 ALIGN = 2 << 20  # of its buffers

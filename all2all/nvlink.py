@@ -2,7 +2,7 @@
 
 Dispatch pushes a token once to each rank that holds one of its experts; combine pulls the ranks' partial sums and adds
 them in rank order. The host never waits for the device. The device code is in `kernels/nvlink.py`, the memory in
-`nvlink_heap.py`; `docs/all2all.md` describes the protocol.
+`all2all/transport/nvlink_heap.py`; `docs/all2all.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.gathering import gather
 
-from .nvlink_heap import Heap, Layout, Slot
-from .symmetric import CUDA_PROVIDERS, Provider
+from .transport.nvlink_heap import Heap, Layout, Slot
+from .transport.symmetric import CUDA_PROVIDERS, Provider
 
 MAX_RANKS = 64  # addresses in a row of the kernels' table
 WARM_UP_LIMIT_S = 120.0  # the first round, at least: the ranks compile at their own pace

@@ -25,7 +25,7 @@ from epserve.modular_kernel import (
 from epserve.modular_kernel.quantization import BLOCK
 
 from .nvlink import Flight, NvlinkAll2AllManager, NvlinkPrepareAndFinalize
-from .nvlink_heap import dispatches_fp8
+from .transport.nvlink_heap import dispatches_fp8
 
 COLUMNS = 1024  # of a row that one program moves
 SCANNED = 256  # rows that an expert's program looks at together

@@ -24,8 +24,8 @@ from epserve.modular_kernel import (
     Routing,
 )
 
-from .deepep_library import check_memory
-from .symmetric import NvshmemHeap, Provider, Region, allocate
+from .transport.deepep_library import check_memory
+from .transport.symmetric import NvshmemHeap, Provider, Region, allocate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from epserve.modular_kernel import (
 )
 
 from .allgather_reducescatter import compact, pad
-from .torch_distributed import Transfer, Wire, pack_beside, unpack_beside
+from .transport.torch_distributed import Transfer, Wire, pack_beside, unpack_beside
 
 MEET_S = 30.0  # to make a group: ranks come to it from loading their weights at their own pace
 

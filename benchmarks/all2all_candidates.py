@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import triton
 
-import all2all
-from all2all.nvlink import NvlinkPrepareAndFinalize
-from all2all.symmetric import SharedFiles
+from epserve import all2all
+from epserve.all2all.nvlink import NvlinkPrepareAndFinalize
+from epserve.all2all.transport.symmetric import SharedFiles
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,

@@ -32,11 +32,11 @@ import torch
 from benchmarks import reports
 from epserve.cluster import node
 from epserve.config import parse_config
+from epserve.engine.engine import Batch, Engine
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
-from epserve.runtime import members
-from epserve.runtime.engine import Batch, Engine
-from epserve.runtime.rank import RankActor
+from epserve.pool import members
+from epserve.rank.actor import RankActor
 
 LAYER = 1
 WEIGHTS = {"kill": 6, "pair": 1, "stop": 2, "slow": 3, "raise": 4, "memory": 2, "spare": 1, "move": 3}

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks import reports
 from epserve.config import parse_config
+from epserve.engine.engine import Batch, Engine
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
-from epserve.runtime.engine import Batch, Engine
 from tests.hosts import Hosts, fake_hosts, why_not
 
 LAYER, PORT, HOSTS = 1, 6379, 3

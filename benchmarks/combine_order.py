@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import all2all
-import experts
+from epserve import all2all, experts
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -29,7 +28,7 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 512, 16, 4
 TOKENS = (1, 16, 256)

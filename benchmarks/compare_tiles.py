@@ -3,8 +3,8 @@
     python -m benchmarks.compare_tiles --json OUT.json --table OUT_TABLE.json
     python -m benchmarks.compare_tiles --cells mixtral8x7:bf16:1024 qwen3_235b:fp8_block:16384
 
-First every kind of variant runs its cases of `tests.triton_cases`, each in a process with a deadline; a kind that hangs or is
-wrong is left out. Then the variants of each GEMM are captured and replayed, all of them once a round; last, the whole layer
+First every kind of variant runs its cases of `tests.support.triton_cases`, each in a process with a deadline; one that hangs or
+is wrong is left out. Then the variants of each GEMM are captured and replayed, all of them once a round; last, the whole layer
 with the shipped and with the best tiles in the same way, checked against the reference. `--table`: the shipped table with
 those cells that were faster by more than `--gain`.
 """
@@ -30,12 +30,12 @@ import torch
 from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, make_inputs, make_weights, num_sets, relative_error
 from benchmarks.experts import BOOK, Standard, environment, stored_peers
+from epserve.experts.tiles.candidates import First, Options, joined
+from epserve.experts.tiles.sizes import GemmTiles, Tiles
+from epserve.experts.tiles.table import Problem, shipped
+from epserve.experts.triton.experts import TritonExperts
+from epserve.experts.triton.tile_trial import Trial, capture
 from epserve.modular_kernel import DispatchHandle, Prepared, Routing
-from experts.tile_candidates import First, Options, joined
-from experts.tile_sizes import GemmTiles, Tiles
-from experts.tile_trial import Trial, capture
-from experts.triton_experts import TritonExperts
-from experts.triton_tiles import Problem, shipped
 
 THICK = [
     f"{shape}:{dtype}:{m}"
@@ -59,7 +59,7 @@ def wrong_kinds(deadline: float) -> dict[str, str]:
     """Kinds of variants whose cases fail or hang on this GPU, and what was seen."""
 
     def run(kind: str) -> tuple[str, str | None]:
-        command = [sys.executable, "-m", "tests.triton_cases", KINDS[kind], "-v"]
+        command = [sys.executable, "-m", "tests.support.triton_cases", KINDS[kind], "-v"]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -284,7 +284,7 @@ def main() -> int:
     print(f"checked in {time.monotonic() - begin:.0f} s", flush=True)
     cells = [Cell(text, set(wrong)) for text in options.cells]
     peers = stored_peers("uniform", "standard")
-    table = json.loads((resources.files("experts") / "tuned" / "nvidia_h200.json").read_text())
+    table = json.loads((resources.files("epserve.experts") / "tuned" / "nvidia_h200.json").read_text())
     report: dict = {**environment(), "wrong": wrong, "cells": []}
     held, weights = None, None
     for cell in cells:

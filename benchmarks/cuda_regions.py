@@ -31,19 +31,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks import reports
-from epserve import synthetic
+from epserve.cli.layer import synthetic
 from epserve.client import Client
+from epserve.client import cuda_region as client_cuda_region
+from epserve.client.exchange import OutgoingRequest
 from epserve.config import Config, parse_config
+from epserve.engine.records import StepRecord
 from epserve.modular_kernel import RankContext
-from epserve.runtime import members
-from epserve.runtime.records import StepRecord
-from epserve.service import running
-from epserve.serving import client_cuda_region
-from epserve.serving.exchange import OutgoingRequest
-from epserve.serving.frames import begun
-from epserve.step import StepPlan
-from epserve.worker import Worker
-from tests.fake_device_memory import FakeGpuMemory, RankOnFakeGpu
+from epserve.pool import members
+from epserve.protocol.frames import begun
+from epserve.rank.step import StepPlan
+from epserve.rank.worker import Worker
+from epserve.service.run import running
+from tests.support.fake_device_memory import FakeGpuMemory, RankOnFakeGpu
 
 LAYER = 1
 WARM, REPEATS = 20, 200

@@ -27,9 +27,9 @@ import torch
 
 from benchmarks import reports
 from epserve.client import Client
-from epserve.runtime.shm import Arena
-from epserve.serving import wire
-from tests.fake_engine import FakeEngine, serving
+from epserve.link.shm import Arena
+from epserve.protocol import wire
+from tests.support.fake_engine import FakeEngine, serving
 
 HIDDEN = 2048
 TOKENS = (16, 512, 4096)

@@ -33,8 +33,8 @@ import torch
 from benchmarks import reports
 from benchmarks.data_paths import GRPC_OPTIONS, HIDDEN, Engine, echo_frames
 from epserve.client import AsyncClient, Client
-from epserve.serving import wire
-from tests.fake_engine import serving
+from epserve.protocol import wire
+from tests.support.fake_engine import serving
 
 CLIENTS = 64
 REQUESTS = {"1 token": 400, "16 tokens x 64": 640, "1 MiB": 80, "16 MiB": 12}

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-import all2all
-import experts
 from benchmarks.all2all import Ranks, Unavailable, elapsed_us, mark, time_graph
+from epserve import all2all, experts
+from epserve.cli.layer.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 from epserve.modular_kernel import FusedMoEActivationFormat, LayerSpec, PrepareFinalizeOptions, RankContext
-from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 
 BATCHED_CAP = 128  # tokens a rank: batched formats lay out this many rows for every expert and rank
 REPLICAS = "replicas"

@@ -47,12 +47,12 @@ from benchmarks.expert_inputs import (
 )
 from benchmarks.torch_peer import TorchGroupedMM
 from epserve.errors import Incompatible
+from epserve.experts import REGISTRY
+from epserve.experts.tiles.sizes import Tiles
+from epserve.experts.triton.batched import BatchedTritonExperts
+from epserve.experts.triton.compiles import COUNTER
+from epserve.experts.triton.experts import TritonExperts
 from epserve.modular_kernel import DispatchHandle, ExpertWeights, HandleBook, Prepared, Routing, Workspaces
-from experts import REGISTRY
-from experts.tile_sizes import Tiles
-from experts.triton_batched import BatchedTritonExperts
-from experts.triton_compiles import COUNTER
-from experts.triton_experts import TritonExperts
 
 HERE = Path(__file__).resolve().parent
 MS = [1, 4, 16, 64, 256, 1024, 4096, 16384]

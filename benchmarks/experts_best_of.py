@@ -3,7 +3,7 @@
     python -m benchmarks.experts_best_of results/ours.json results/cutlass.json [results/deepgemm.json]
 
 Each file comes from `python -m benchmarks.experts --json`, on one machine. The first file's cells count; a cell that another file
-has too, right and more than 5 % faster (the margin of `epserve.modular_kernel.selection`), takes that time.
+has too, right and more than 5 % faster (the margin of `epserve.modular_kernel.measured.selection`), takes that time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import statistics
 from pathlib import Path
 
-from epserve.modular_kernel.selection import MARGIN
+from epserve.modular_kernel.measured.selection import MARGIN
 
 Cell = tuple[str, str, int]
 

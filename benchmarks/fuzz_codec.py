@@ -21,15 +21,16 @@ from google.protobuf.message import DecodeError
 
 from benchmarks import reports
 
-with atheris.instrument_imports(include=["epserve.serving"]):
+with atheris.instrument_imports(include=["epserve.server"]):
     from epserve.config import ServerConfig
     from epserve.errors import CallerError, Overloaded
-    from epserve.serving import codec, replies, wire
-    from epserve.serving import epserve_pb2 as pb
-    from epserve.serving import inference_pb2 as kserve
-    from epserve.serving.kserve_messages import to_forward_request
-    from epserve.serving.regions import Regions
-    from epserve.serving.stream import StreamSession  # noqa: F401  instruments what it imports
+    from epserve.protocol import epserve_pb2 as pb
+    from epserve.protocol import inference_pb2 as kserve
+    from epserve.protocol import wire
+    from epserve.server import codec, replies
+    from epserve.server.kserve.messages import to_forward_request
+    from epserve.server.regions import Regions
+    from epserve.server.stream import StreamSession  # noqa: F401  instruments what it imports
 
 MAX_DIMENSION = 5
 FOLDER = Path(tempfile.mkdtemp())

@@ -37,13 +37,14 @@ from hypothesis import strategies as st
 from benchmarks import reports
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, NotReady
-from epserve.serving import admin_pb2 as admin
-from epserve.serving import epserve_pb2 as pb
-from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import inference_pb2 as kserve
-from epserve.serving import reflection, wire
-from epserve.serving.server import Server
-from tests.raw_http2 import RawConnection
+from epserve.protocol import admin_pb2 as admin
+from epserve.protocol import epserve_pb2 as pb
+from epserve.protocol import epserve_pb2_grpc as pb_grpc
+from epserve.protocol import inference_pb2 as kserve
+from epserve.protocol import wire
+from epserve.server import reflection
+from epserve.server.server import Server
+from tests.server.raw_http2 import RawConnection
 
 HIDDEN, TOP_K, EXPERTS, LAYERS = 32, 3, 8, (0, 3)
 CALL_S = 20.0

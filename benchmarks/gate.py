@@ -27,10 +27,10 @@ from unittest import mock
 import torch
 
 from benchmarks import reports
-from epserve import gate
-from epserve.gate import fitted, route
+from epserve.cli.layer.synthetic import LayerSizes, gate_weights
 from epserve.modular_kernel import GateSpec, GateWeights
-from epserve.synthetic import LayerSizes, gate_weights
+from epserve.rank import gate
+from epserve.rank.gate import fitted, route
 
 CALLS, NEAR, TB_PER_S = 10, 1e-5, 4.3
 TOLERANCE = 1e-6
@@ -143,7 +143,7 @@ def cells(options, device: torch.device):
 
 def halves(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec) -> dict[str, float]:
     """us of either launch by itself: the other one is left out, so that choice reads what lies in memory."""
-    from experts import triton_gate
+    from epserve.experts.triton import gate as triton_gate
 
     launch, us = triton_gate._launch, {}
     for name, kept in (("products", triton_gate.kernels.gate_logits), ("choice", triton_gate.kernels.choose_experts)):
@@ -159,8 +159,8 @@ def halves(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec)
 
 def every_tile(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec) -> dict[str, float | str]:
     """us of the whole gate with each size of tiles, the quickest first; a text where it does not fit the GPU."""
-    from experts import triton_gate
-    from experts.triton_gate import Tile
+    from epserve.experts.triton import gate as triton_gate
+    from epserve.experts.triton.gate import Tile
 
     found: dict[str, float | str] = {}
     for whole in (False, True):
@@ -183,7 +183,7 @@ def every_tile(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateS
 
 def every_row(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec) -> dict[str, float]:
     """us of the whole gate with other tokens and warps a program of the second launch."""
-    from experts import triton_gate
+    from epserve.experts.triton import gate as triton_gate
 
     found = {}
     for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 1), (4, 4), (8, 8)):

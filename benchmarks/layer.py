@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-import experts
 from benchmarks import reports
 from benchmarks.all2all import Ranks, supervise, time_eager, time_graph
 from benchmarks.all2all_candidates import BareHighThroughput, BareLowLatency, Case
@@ -37,7 +36,8 @@ from benchmarks.ep_layer import BACKENDS, BATCHED_CAP, measure, time_call
 from benchmarks.expert_inputs import Inputs
 from benchmarks.peer_times import best_peer, best_rate, floor_us
 from benchmarks.torch_peer import TorchGroupedMM
-from epserve.gate import route
+from epserve import experts
+from epserve.cli.layer.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, gate_weights, reasons, shared_expert
 from epserve.modular_kernel import (
     DispatchHandle,
     FusedMoEExpertsModular,
@@ -46,7 +46,7 @@ from epserve.modular_kernel import (
     Routing,
     Workspaces,
 )
-from epserve.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, gate_weights, reasons, shared_expert
+from epserve.rank.gate import route
 
 PARTS = "parts"
 EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import all2all
 from benchmarks import reports
 from benchmarks.all2all import UNAVAILABLE, Ranks, Unavailable, supervise
 from benchmarks.ep_layer import time_call
+from epserve import all2all
+from epserve.cli.layer.synthetic import LayerSizes, shared_expert
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -45,7 +46,6 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
-from epserve.synthetic import LayerSizes, shared_expert
 
 GPU = {"hidden": 7168, "intermediate": 2048, "top_k": 8, "experts": 64}
 CPU = {"hidden": 256, "intermediate": 128, "top_k": 3, "experts": 8}

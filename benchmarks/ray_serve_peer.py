@@ -32,8 +32,8 @@ import torch
 from benchmarks import reports
 from epserve.config import ServerConfig, parse_config
 from epserve.models.demo import write_demo_checkpoint
-from epserve.serving import epserve_pb2 as pb
-from epserve.serving import wire
+from epserve.protocol import epserve_pb2 as pb
+from epserve.protocol import wire
 
 SIZES = {"hidden": 2048, "intermediate": 64, "num_experts": 8, "top_k": 2, "num_layers": 1, "seed": 1}
 TOKENS = {"8 KB": 1, "1 MB": 128}
@@ -59,9 +59,9 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
     from ray.serve.config import gRPCOptions
 
     from epserve.modular_kernel import RankContext
-    from epserve.serving import codec, replies
-    from epserve.step import StepPlan
-    from epserve.worker import Worker
+    from epserve.rank.step import StepPlan
+    from epserve.rank.worker import Worker
+    from epserve.server import codec, replies
 
     class Replica:
         def __init__(self) -> None:
@@ -97,7 +97,7 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
             return self._worker.step(plan, x, None, None)
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    servicer = ["epserve.serving.epserve_pb2_grpc.add_ExpertsServicer_to_server"]
+    servicer = ["epserve.protocol.epserve_pb2_grpc.add_ExpertsServicer_to_server"]
     serve.start(
         proxy_location="HeadOnly",
         http_options={"port": port + 1},
@@ -145,7 +145,7 @@ class Side:
             return f"127.0.0.1:{json.loads(ready.read_text())['port']}"
         # Serve pickles messages by the name of their module, which is the one that protoc gave it.
         (self._folder / "names").mkdir(exist_ok=True)
-        alias = "import sys\nfrom epserve.serving import epserve_pb2\nsys.modules[__name__] = epserve_pb2\n"
+        alias = "import sys\nfrom epserve.server import epserve_pb2\nsys.modules[__name__] = epserve_pb2\n"
         (self._folder / "names" / "epserve_pb2.py").write_text(alias)
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(self._folder / "names"), os.getcwd(), environment.get("PYTHONPATH")])
@@ -185,7 +185,7 @@ def load(address: str, layer: int, tokens: int, under_way: int, seconds: float) 
 async def _load(address: str, layer: int, tokens: int, under_way: int, seconds: float) -> dict[str, float]:
     import grpc
 
-    from epserve.serving import epserve_pb2_grpc as pb_grpc
+    from epserve.protocol import epserve_pb2_grpc as pb_grpc
 
     torch.set_num_threads(1)
     x = torch.randn((tokens, SIZES["hidden"]), generator=torch.Generator().manual_seed(tokens))

@@ -18,7 +18,7 @@ import torch
 from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, make_inputs, make_weights
 from benchmarks.experts import Standard, environment
-from experts.triton_compiles import COUNTER
+from epserve.experts.triton.compiles import COUNTER
 
 
 def main() -> None:

@@ -27,12 +27,12 @@ import torch
 
 from benchmarks import reports
 from epserve.config import parse_config
+from epserve.engine.engine import Batch, Engine
+from epserve.engine.records import StepRecord
 from epserve.models.demo import write_demo_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.runtime.engine import Batch, Engine
-from epserve.runtime.records import StepRecord
-from epserve.step import StepPlan
-from epserve.worker import Worker
+from epserve.rank.step import StepPlan
+from epserve.rank.worker import Worker
 
 from .sharing import add_option, cluster_section, sharing
 

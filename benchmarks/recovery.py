@@ -31,11 +31,11 @@ import torch
 
 from benchmarks import reports
 from epserve.config import parse_config
+from epserve.engine.engine import Batch, Engine
 from epserve.errors import EpserveError
 from epserve.models.demo import reference_block, write_demo_checkpoint
-from epserve.runtime import members
-from epserve.runtime.engine import Batch, Engine
-from epserve.runtime.rank import RankActor
+from epserve.pool import members
+from epserve.rank.actor import RankActor
 
 from .sharing import add_option, cluster_section, sharing
 

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import epserve.transformers
 from benchmarks import reports
-from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving.exchange import OutgoingRequest
+from epserve.client.exchange import OutgoingRequest
+from epserve.protocol import epserve_pb2_grpc as pb_grpc
 
 RESULT = Path(__file__).parent / "results" / "remote_experts.json"
 TOKENS = (1, 64)

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.data_paths import HIDDEN, Engine
 from epserve.client import AsyncClient
-from epserve.serving import replies
-from tests.fake_engine import serving
+from epserve.server import replies
+from tests.support.fake_engine import serving
 
 TOKENS = {1: 300, 16: 300, 128: 100, 4096: 16}
 """Tokens of a request -> calls of each kind."""

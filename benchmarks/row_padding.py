@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
-import all2all
-import experts
+from epserve import all2all, experts
+from epserve.experts import rows
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -31,7 +31,6 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
-from experts import rows
 
 LAYERS = {
     "DeepSeek-V2-Lite, 1408 in 8 slices": (2048, 176, 64, 6),

@@ -3,7 +3,7 @@
     python -m benchmarks.scaling --ranks 8 --out results/       # N GPUs
     python -m benchmarks.scaling --ranks 2 --cpu --out /tmp     # gloo ranks, small sizes; also where there is no GPU
 
-1. combinations: the case table of the modular kernel at N ranks for every pair that fits (tests/cases.py).
+1. combinations: the case table of the modular kernel at N ranks for every pair that fits (tests/support/cases.py).
 2. all2all: dispatch, combine and round trip of every all-to-all backend, 1 to 4,096 tokens a rank, hidden 7,168, 256 experts,
    top-8, bf16 and fp8, N ranks (`benchmarks/all2all.py`).
    GB/s as DeepEP's own tests count it: rows that a rank receives (one per token and rank, those from itself too), of 2H bytes
@@ -40,10 +40,10 @@ from benchmarks import drawing, plot_scaling
 from benchmarks.all2all import LEFT_OUT, UNAVAILABLE, Ranks, copy_to_next_gpu, run_candidate, supervise
 from benchmarks.all2all_candidates import CANDIDATES
 from benchmarks.ep_layer import BACKENDS, REPLICAS, measure
+from epserve.cli.layer.synthetic import LayerSizes
 from epserve.modular_kernel import RankContext
-from epserve.synthetic import LayerSizes
-from tests.cases import CASES, TOLERANCE
-from tests.test_modular_kernel_combinations import PAIRS, missing, reasons, run_case
+from tests.kernel.test_modular_kernel_combinations import PAIRS, missing, reasons, run_case
+from tests.support.cases import CASES, TOLERANCE
 
 AGAIN_S = 45  # less is not worth a start of processes
 SHARES = {"combinations": 0.25, "all2all": 0.6, "layers": 1.0}  # of the budget, counted from the start

@@ -35,9 +35,9 @@ import torch
 from benchmarks import reports
 from benchmarks.data_paths import echo_ms
 from epserve.config import parse_config
+from epserve.engine.engine import Batch
 from epserve.models.demo import write_demo_checkpoint
-from epserve.runtime.engine import Batch
-from epserve.service import running
+from epserve.service.run import running
 
 TOKENS = (1, 16, 64, 1024, 4096)
 CLIENTS = (1, 8, 64)

@@ -36,12 +36,12 @@ from benchmarks import reports
 from epserve.client import AsyncClient, ClientOptions, RetryPolicy
 from epserve.errors import DeadlineExceeded, EpserveError, Overloaded
 from epserve.models.demo import write_demo_checkpoint
-from epserve.serving import epserve_pb2 as pb
-from epserve.serving import epserve_pb2_grpc as pb_grpc
-from epserve.serving import inference_pb2 as kserve
-from epserve.serving import inference_pb2_grpc as kserve_grpc
-from epserve.serving import status
-from tests.raw_http2 import RawConnection
+from epserve.protocol import epserve_pb2 as pb
+from epserve.protocol import epserve_pb2_grpc as pb_grpc
+from epserve.protocol import inference_pb2 as kserve
+from epserve.protocol import inference_pb2_grpc as kserve_grpc
+from epserve.protocol import status
+from tests.server.raw_http2 import RawConnection
 
 HIDDEN, TOP_K, NUM_EXPERTS = 256, 2, 8
 SIZES = {"hidden": HIDDEN, "intermediate": 128, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "num_layers": 2, "seed": 1}

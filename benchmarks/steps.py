@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import all2all
-import experts
 from benchmarks import reports
-from epserve import synthetic
+from epserve import all2all, experts
+from epserve.cli.layer import synthetic
 from epserve.models import SharedExperts
 from epserve.modular_kernel import (
     ExpertLayout,
@@ -42,10 +41,10 @@ from epserve.modular_kernel import (
     RankContext,
     why_not,
 )
-from epserve.modular_kernel.crossover import example, measure, meet
 from epserve.modular_kernel.gathering import gather
-from epserve.modular_kernel.graphs import StepGraphs
-from epserve.modular_kernel.in_flight import TwoInFlight
+from epserve.modular_kernel.measured.crossover import example, measure, meet
+from epserve.modular_kernel.steps.graphs import StepGraphs
+from epserve.modular_kernel.steps.in_flight import TwoInFlight
 
 PATHS = (("nvlink", "triton"), ("all_to_all", "triton"), ("allgather_reducescatter", "triton"), ("deepep_ht", "triton"),
          ("deepep_ll", "triton_batched"), ("nvlink_batched", "triton_batched"))  # fmt: skip

@@ -23,11 +23,11 @@ import torch
 from benchmarks import reports
 from benchmarks.expert_inputs import MORE_TOLERANCE, SHAPES, TOLERANCE, make_weights
 from benchmarks.experts import MS, environment
+from epserve.experts.tiles.table import Problem
+from epserve.experts.triton.experts import TritonExperts
+from epserve.experts.triton.tile_tuning import merged
 from epserve.modular_kernel import Tuning
-from epserve.modular_kernel.buckets import BUCKETS
-from experts.tile_tuning import merged
-from experts.triton_experts import TritonExperts
-from experts.triton_tiles import Problem
+from epserve.modular_kernel.measured.buckets import BUCKETS
 
 
 def main() -> int:

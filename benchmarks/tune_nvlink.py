@@ -21,8 +21,8 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from all2all.nvlink import NvlinkPrepareAndFinalize, Tiling, Tilings
 from benchmarks import reports
+from epserve.all2all.nvlink import NvlinkPrepareAndFinalize, Tiling, Tilings
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,

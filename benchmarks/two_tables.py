@@ -20,9 +20,9 @@ import torch
 from benchmarks import reports
 from benchmarks.expert_inputs import SHAPES, TOLERANCE, Shape, make_inputs, make_weights, num_sets, relative_error
 from benchmarks.experts import MS, Standard, environment, read_table
+from epserve.experts.tiles.sizes import Tiles
+from epserve.experts.tiles.table import Problem
 from epserve.modular_kernel import ExpertWeights, Prepared
-from experts.tile_sizes import Tiles
-from experts.triton_tiles import Problem
 
 ROUNDS = 30
 

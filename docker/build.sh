@@ -39,7 +39,7 @@ user() {
 check() {
   cd /
   /opt/epserve/bin/epserve --version
-  /opt/epserve/bin/python -c 'import all2all, epserve, experts, ray, torch; print("torch", torch.__version__, "ray", ray.__version__)'
+  /opt/epserve/bin/python -c 'import epserve.all2all, epserve.experts, ray, torch; print("torch", torch.__version__, "ray", ray.__version__)'
   /opt/epserve/bin/python -m epserve.probe --help > /dev/null
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from epserve.compat import markdown as compatibility
+from epserve.cli.compat import markdown as compatibility
+from epserve.cli.config_reference import entries
 from epserve.config import Config
-from epserve.config_reference import entries
 
 HERE = Path(__file__).parent
 

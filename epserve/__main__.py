@@ -1,6 +1,6 @@
 """`python -m epserve`."""
 
-from epserve.entry import main
+from .cli.entry import main
 
 if __name__ == "__main__":
     main()

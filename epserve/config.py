@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from epserve.errors import ConfigError
+from .errors import ConfigError
 
 MIB = 1 << 20
 GPU_PART = 1e-4

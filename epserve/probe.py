@@ -17,7 +17,7 @@ def serving(target: str, *, timeout_s: float, ca: Path | None = None, server_nam
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from epserve.serving import proxies
+    from .process import proxies
 
     options: list[tuple[str, str | int]] = [*proxies.channel_options(target)]
     if server_name:

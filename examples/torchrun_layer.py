@@ -16,9 +16,8 @@ import time
 import torch
 import torch.distributed as dist
 
-import all2all
-import experts
-from epserve.gate import route
+from epserve import all2all, experts
+from epserve.experts.loop import expert_mlp
 from epserve.modular_kernel import (
     Backends,
     ExpertLayout,
@@ -31,7 +30,7 @@ from epserve.modular_kernel import (
     RankContext,
     UnquantizedFusedMoEMethod,
 )
-from experts.loop import expert_mlp
+from epserve.rank.gate import route
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # relative L2 error
 

@@ -31,13 +31,13 @@ def _batched_mm():
 
 
 def _triton():
-    from .triton_experts import TritonExperts
+    from .triton.experts import TritonExperts
 
     return TritonExperts
 
 
 def _triton_batched():
-    from .triton_batched import BatchedTritonExperts
+    from .triton.batched import BatchedTritonExperts
 
     return BatchedTritonExperts
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from epserve.modular_kernel import Activation, ExpertsCapability, ExpertWeights, FusedMoEActivationFormat
 
-from . import triton_warmup
-from .library_gemms import LibraryGemmExperts, Operand
+from .triton import warmup as triton_warmup
+from .triton.library_gemms import LibraryGemmExperts, Operand
 
 CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities that torch builds these CUTLASS kernels for; elsewhere it loops over the experts, from the host."""

@@ -10,8 +10,8 @@ import torch
 
 from epserve.modular_kernel import Activation, ExpertsCapability, ExpertWeights, FusedMoEActivationFormat
 
-from . import triton_warmup
-from .library_gemms import LibraryGemmExperts, Operand
+from .triton import warmup as triton_warmup
+from .triton.library_gemms import LibraryGemmExperts, Operand
 
 PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
 

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from epserve.cluster.node import CONFIG, READY, STATE
+from .node import CONFIG, READY, STATE
 
 CONFIGURATION_IS_WRONG = 2  # the exit code of `epserve` for the operator's own mistakes: trying again will not help
 FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0

@@ -17,12 +17,13 @@ import torch
 from epserve.errors import CheckpointError
 from epserve.modular_kernel import UNQUANTIZED, GateWeights, QuantConfig
 
-from . import declared, gguf_files
+from . import gguf_files
 from .families import FAMILIES, Family, Key
 from .info import MAX_EXPERTS, ConfigReader, ModelInfo
 from .layout import Block, find_block
-from .layouts import StoredTensor
-from .stored import StoredReader, stored_tensors
+from .stored import declared
+from .stored.layouts import StoredTensor
+from .stored.matrices import StoredReader, stored_tensors
 from .tensors import TensorInfo, TensorReader, check_values, read_index, read_json
 from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, SharedExperts, fingerprint

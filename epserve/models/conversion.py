@@ -16,8 +16,8 @@ import torch
 
 from epserve.errors import CheckpointError
 
-from .layouts import StoredTensor
-from .stored import StoredReader
+from .stored.layouts import StoredTensor
+from .stored.matrices import StoredReader
 
 SHOWN = 3  # names in one error message
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from epserve.errors import CheckpointError
+from epserve.experts.activation import activate
 from epserve.modular_kernel import Activation
-from experts.activation import activate
 
 DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 TOP_K_NAMES = (

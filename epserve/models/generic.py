@@ -21,12 +21,13 @@ from epserve.errors import CheckpointError
 from epserve.modular_kernel import UNQUANTIZED, ExpertWeights, GateSpec, GateWeights, QuantConfig
 from epserve.modular_kernel.weights import ExpertSizes, empty_weights, slot_view
 
-from . import conversion, declared
+from . import conversion
 from .expert_modules import ExpertsLayer, ExpertsShape, find_layers, top_k
 from .info import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MODEL_DTYPES, ModelInfo
-from .layouts import StoredTensor
-from .stored import StoredReader, stored_tensors
-from .stored_experts import StoredExperts
+from .stored import declared
+from .stored.experts import StoredExperts
+from .stored.layouts import StoredTensor
+from .stored.matrices import StoredReader, stored_tensors
 from .tensors import TensorReader, check_values, read_index, shown
 from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, fingerprint

@@ -18,7 +18,7 @@ import torch
 from epserve.errors import CheckpointError
 
 from .families import FAMILIES, ExpertForm, Family, SharedForm
-from .layouts import PLAIN, Layout, StoredTensor
+from .stored.layouts import PLAIN, Layout, StoredTensor
 from .tensors import TensorInfo
 
 SUFFIX = ".gguf"

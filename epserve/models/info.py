@@ -15,7 +15,7 @@ from epserve.modular_kernel import Activation, GateSpec, QuantConfig
 from epserve.modular_kernel.weights import ExpertSizes
 
 from .families import FAMILIES, REQUIRED, Family, Key
-from .stored_experts import StoredAs
+from .stored.experts import StoredAs
 from .tensors import shown
 
 ACTIVATIONS = {

@@ -17,8 +17,8 @@ from epserve.modular_kernel.weights import empty_weights, slot_view
 
 from .families import ExpertForm, Family
 from .info import ModelInfo
-from .layouts import StoredTensor
-from .stored_experts import StoredExperts
+from .stored.experts import StoredExperts
+from .stored.layouts import StoredTensor
 
 SHOWN = 5  # names in one error message
 BASE_PREFIX = "model."  # transformers' base_model_prefix of every family with a table

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from epserve.boot import boot_id
 from epserve.errors import CheckpointError
 from epserve.modular_kernel import QuantConfig
+from epserve.process.boot import boot_id
 
 from . import gguf_files
 from .checkpoint import open_checkpoint
-from .declared import BESIDE
+from .stored.declared import BESIDE
 from .tensors import INDEX, SINGLE, read_json
 from .weights import LayerWeights
 

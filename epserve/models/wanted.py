@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from epserve.errors import CheckpointError
 
-from .declared import Declared
 from .info import ModelInfo
-from .stored_experts import StoredExperts, check_declared, groups
+from .stored.declared import Declared
+from .stored.experts import StoredExperts, check_declared, groups
 
 
 def check_wanted(info: ModelInfo, layer: int, experts: Sequence[int]) -> None:

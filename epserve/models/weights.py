@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from epserve.experts import rows
+from epserve.experts.triton import dense
 from epserve.modular_kernel import Activation, ExpertWeights, GateWeights
-from experts import dense, rows
 
 from .tensors import TensorInfo
 

@@ -1,4 +1,4 @@
-"""What a model's gate computes and holds, as data: `epserve.gate` computes it, checkpoints and kernels describe themselves by it.
+"""What a model's gate computes and holds, as data. `epserve.rank.gate` computes it; checkpoints and kernels describe it.
 
 Legend: K hidden size, E logical experts, t = top-k.
 """

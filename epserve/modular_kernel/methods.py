@@ -21,10 +21,10 @@ from .contracts import (
     RankContext,
 )
 from .kernel import FusedMoEModularKernel
+from .measured.selection import MeasuredExperts, Measuring
+from .measured.selection_batched import MeasuredBatchedExperts
 from .quantization import UNQUANTIZED, QuantConfig
 from .registry import Registry
-from .selection import MeasuredExperts, Measuring
-from .selection_batched import MeasuredBatchedExperts
 from .tuning import Tuning
 from .types import ExpertWeights, FusedMoEActivationFormat
 from .weights import ExpertSizes, copy_part, empty_weights, slot_view

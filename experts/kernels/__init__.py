@@ -1,1 +1,1 @@
-"""Device code only: `@triton.jit` functions. Their launchers are `experts/triton_*.py`."""
+"""Device code only: `@triton.jit` functions. Their launchers are `experts/triton/`."""

@@ -1,0 +1,1 @@
+"""What several all-to-alls send through: symmetric memory, torch.distributed, DeepEP's library."""

@@ -1,0 +1,148 @@
+"""`epserve doctor`: what is installed, which backends are usable and why not, ports, GPUs, and known traps of a machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+PACKAGES = ("torch", "ray", "grpcio", "protobuf", "numpy", "safetensors", "triton", "transformers", "nvshmem4py-cu13")
+OURS = ("epserve", "all2all", "experts")
+SHM_BYTES = 1 << 30  # Ray's object store, NCCL's buffers and the regions of clients live in /dev/shm
+
+
+class Verdict(Enum):
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    what: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+def examine(port: int | None = None, host: str = "127.0.0.1") -> list[Finding]:
+    """Everything that can be checked in about two seconds; starts nothing."""
+    findings = [_python(), *_packages(), _side_by_side(), *_gpus(), *_backends(), *_machine()]
+    if port is not None:
+        findings.append(check_port(host, port))
+    return findings
+
+
+def _python() -> Finding:
+    return Finding(what="python", verdict=Verdict.OK, detail=f"{platform.python_version()} on {platform.platform()}")
+
+
+def _packages() -> list[Finding]:
+    required = {"torch", "ray", "grpcio", "protobuf", "numpy", "safetensors"}
+    findings = []
+    for name in PACKAGES:
+        try:
+            findings.append(Finding(what=name, verdict=Verdict.OK, detail=importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            verdict = Verdict.PROBLEM if name in required else Verdict.NOTE
+            remedy = f"pip install {name}" + ("" if name in required else " (optional)")
+            findings.append(Finding(what=name, verdict=verdict, detail="not installed", remedy=remedy))
+    return findings
+
+
+def _side_by_side() -> Finding:
+    """PyPI has an unrelated package `experts` that overwrites ours when it is installed later."""
+    places = {}
+    for name in OURS:
+        spec = importlib.util.find_spec(name)
+        places[name] = str(Path(spec.origin).parent.parent) if spec and spec.origin else "missing"
+    if len(set(places.values())) == 1:
+        return Finding(what="packages", verdict=Verdict.OK, detail=f"{', '.join(OURS)} lie side by side")
+    shown = ", ".join(f"{name} in {place}" for name, place in places.items())
+    remedy = (
+        "another distribution shadows one of ours: pip uninstall experts all2all; pip install --force-reinstall epserve"
+    )
+    return Finding(what="packages", verdict=Verdict.PROBLEM, detail=shown, remedy=remedy)
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        why = (
+            "this torch has no CUDA"
+            if torch.version.cuda is None
+            else "torch sees no GPU (driver, CUDA_VISIBLE_DEVICES)"
+        )
+        return [Finding(what="gpus", verdict=Verdict.NOTE, detail=f"none: {why}; ranks run on the CPU")]
+    findings, uuids = [], set()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        uuids.add(str(properties.uuid))
+        size = properties.total_memory / 2**30
+        text = f"{properties.name}, {size:.0f} GiB, sm_{properties.major}{properties.minor}, {properties.uuid}"
+        findings.append(Finding(what=f"gpu {index}", verdict=Verdict.OK, detail=text))
+    if len(uuids) < len(findings):
+        findings.append(Finding(what="gpus", verdict=Verdict.PROBLEM, detail="the same GPU is listed twice",
+                                remedy="check CUDA_VISIBLE_DEVICES"))  # fmt: skip
+    return findings
+
+
+def _backends() -> list[Finding]:
+    from epserve import all2all, experts
+
+    findings = []
+    for kind, registry in (("all-to-all", all2all.REGISTRY), ("experts", experts.REGISTRY)):
+        for name in registry.names():
+            missing = registry.get(name).unavailable()  # type: ignore[attr-defined]
+            verdict = Verdict.NOTE if missing else Verdict.OK
+            findings.append(Finding(what=f"{kind} {name}", verdict=verdict, detail=missing or "usable"))
+    return findings
+
+
+def _machine() -> list[Finding]:
+    findings = []
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "nothing"
+    if address.startswith("127.0.1."):
+        findings.append(Finding(
+            what="host name", verdict=Verdict.NOTE,
+            detail=f"{name} resolves to {address}: gloo between hosts would bind there and never connect",
+            remedy=f"map {name} to this host's own address in /etc/hosts when ranks run on several hosts"))  # fmt: skip
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    if shm is not None:
+        verdict = Verdict.OK if shm.free >= SHM_BYTES else Verdict.NOTE
+        remedy = "" if verdict is Verdict.OK else "start the container with a larger --shm-size"
+        text = f"{_size(shm.free)} free of {_size(shm.total)}"
+        findings.append(Finding(what="/dev/shm", verdict=verdict, detail=text, remedy=remedy))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    verdict = Verdict.OK if soft >= 4096 else Verdict.NOTE
+    findings.append(Finding(what="open files", verdict=verdict, detail=f"limit {soft}",
+                            remedy="" if soft >= 4096 else "ulimit -n 65536"))  # fmt: skip
+    return findings
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def check_port(host: str, port: int) -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Finding(what=f"port {port}", verdict=Verdict.PROBLEM, detail=f"{host}:{port}: {error.strerror}",
+                           remedy="choose another server.port, or 0, and an address of this machine")  # fmt: skip
+    return Finding(what=f"port {port}", verdict=Verdict.OK, detail=f"{host}:{port} is free")

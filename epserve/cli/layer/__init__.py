@@ -1,0 +1,1 @@
+"""One MoE layer of random weights, run and taken apart: for `epserve profile` and the benchmarks."""

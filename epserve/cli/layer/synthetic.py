@@ -1,0 +1,263 @@
+"""One MoE layer of random weights on one rank: gate, routed experts, shared expert, and the kernel around them.
+
+What `epserve profile` and the benchmarks run: any pair of backends, sizes of a real model, no checkpoint. An expert's weights
+depend on its number only, so that every rank can work out what any other rank computes.
+
+Legend: M tokens, K hidden size, N intermediate size, S intermediate size of the shared expert, E experts, t = top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from epserve import all2all, experts
+from epserve.errors import ConfigError, Incompatible
+from epserve.models import SharedExperts
+from epserve.modular_kernel import (
+    Activation,
+    All2AllManager,
+    ExpertLayout,
+    ExpertShape,
+    ExpertWeights,
+    FusedMoEExpertsModular,
+    FusedMoEModularKernel,
+    GateSpec,
+    GateWeights,
+    LayerSpec,
+    PrepareFinalizeOptions,
+    QuantConfig,
+    RankContext,
+    Routing,
+    Workspaces,
+    why_not,
+)
+from epserve.modular_kernel.kernel import SharedExperts as SharedCall
+from epserve.modular_kernel.quantization import BLOCK, FP8, FP8_MAX
+from epserve.rank.gate import route
+
+SCHEMES = ("none", "fp8_block")
+GROUPS, TOP_GROUPS = 8, 4  # DeepSeek-V3's gate
+TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}
+"""Relative L2 error against float32 on the same weights: about three times what right backends have in bf16, 1.5 in fp8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Of the whole layer; the defaults are DeepSeek-V3's. `shared`: S, 0 for no shared expert, which is never quantised."""
+
+    hidden: int = 7168
+    intermediate: int = 2048
+    num_experts: int = 256
+    top_k: int = 8
+    shared: int = 2048
+    scheme: str = "none"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self):
+        if self.scheme not in SCHEMES:
+            raise ConfigError(f"quantisation {self.scheme!r} is not one of {', '.join(SCHEMES)}")
+        for name in ("hidden", "intermediate", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("hidden", "intermediate"):
+            if self.scheme == "fp8_block" and getattr(self, name) % BLOCK:
+                raise ConfigError(f"{name} {getattr(self, name)} is not a multiple of {BLOCK}, which fp8_block needs")
+        if self.shared < 0:
+            raise ConfigError(f"shared must be at least 0, got {self.shared}")
+        self.gate.check_experts(self.num_experts)
+
+    @property
+    def gate(self) -> GateSpec:
+        """DeepSeek-V3's: sigmoid scores, a bias for the choice, groups where the experts divide into 8 of at least two."""
+        grouped = self.num_experts % GROUPS == 0 and self.num_experts >= max(2 * GROUPS, 2 * self.top_k)
+        return GateSpec(
+            top_k=self.top_k, scoring="sigmoid", renormalise=True, renormalise_epsilon=1e-20, correction_bias=True,
+            num_groups=GROUPS if grouped else 1, top_groups=TOP_GROUPS if grouped else 1, group_score="top2_sum",
+            routed_scaling_factor=2.5, logits_float32=True,
+        )  # fmt: skip
+
+    def spec(self, world_size: int, device: str) -> LayerSpec:
+        shape = ExpertShape(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            dtype=self.dtype,
+        )
+        layout = ExpertLayout.even(self.num_experts, world_size)
+        return LayerSpec(shape=shape, layout=layout, device=device, quant=QuantConfig(scheme=self.scheme))
+
+
+def reasons(all2all_name: str, experts_name: str, spec: LayerSpec) -> tuple[str, ...]:
+    """Why this pair cannot run `spec` on this machine: records first, then what is missing here. Empty: it can."""
+    manager, chosen = all2all.REGISTRY.get(all2all_name), experts.REGISTRY.get(experts_name)
+    why = why_not(manager.prepare_finalize.capability, chosen.capability, spec)
+    if why:
+        return why
+    missing = ((all2all_name, manager.unavailable()), (experts_name, chosen.unavailable()))
+    return tuple(f"{name}: {text}" for name, text in missing if text)
+
+
+class SyntheticLayer:
+    """Collective: every rank makes it, calls it and closes it in the same order.
+
+    manager: one that several layers share, which is then not destroyed by close(). reuse: another layer, whose workspaces
+    serve this one too and, where the spec is the same, its weights and compiled experts: one of the two at a time.
+    Raises Incompatible with every reason why the pair cannot run this layer here.
+    """
+
+    kernel: FusedMoEModularKernel
+    raw_weights: ExpertWeights
+    """As made, before the experts class saw them."""
+    warm_rows: int
+    """Most rows that the experts are compiled for."""
+
+    def __init__(
+        self,
+        ranks: RankContext,
+        sizes: LayerSizes,
+        *,
+        all2all_name: str,
+        experts_name: str,
+        options: PrepareFinalizeOptions,
+        reuse: SyntheticLayer | None = None,
+        manager: All2AllManager | None = None,
+    ):
+        self.ranks, self.sizes = ranks, sizes
+        self.spec = sizes.spec(ranks.world_size, ranks.device.type)
+        if why := reasons(all2all_name, experts_name, self.spec):
+            raise Incompatible(f"{all2all_name} and {experts_name} cannot run this layer here:", why)
+        chosen = experts.REGISTRY.get(experts_name)
+        same = reuse is not None and reuse.spec == self.spec
+        self._own_manager = manager is None
+        self.manager = manager if manager is not None else all2all.REGISTRY.get(all2all_name)(ranks)
+        prepare_finalize = self.manager.get_handle(self.spec, options)
+        fused: FusedMoEExpertsModular
+        if reuse is not None and same and type(reuse.kernel.fused_experts) is chosen:
+            fused, self.warm_rows = reuse.kernel.fused_experts, reuse.warm_rows
+        else:
+            fused, self.warm_rows = chosen(self.spec), 0
+        spaces = reuse.kernel.workspaces if reuse is not None else Workspaces(ranks.device)
+        self.kernel = FusedMoEModularKernel(prepare_finalize, fused, workspaces=spaces)
+        first, end = self.spec.layout.offsets[ranks.rank : ranks.rank + 2]
+        if reuse is not None and same:
+            self.raw_weights = reuse.raw_weights
+        else:
+            self.raw_weights = expert_weights(sizes, range(first, end), ranks.device)
+        self.weights = fused.prepare_weights(self.raw_weights)
+        self.gate_weights = gate_weights(sizes, ranks.device)
+        self.shared_weights = shared_expert(sizes, ranks.device) if sizes.shared else None
+        self.shared: SharedCall | None = self.shared_weights
+        self.can_graph = prepare_finalize.capability.cuda_graph and chosen.capability.cuda_graph
+
+    def warm_up(self) -> None:
+        """Compile for every batch up to the cap. The workspaces may still grow for another layer that shares them."""
+        self.kernel.workspaces.reserve(self.kernel.workspace_shapes())
+        rows = self.kernel.prepare_finalize.max_rows()
+        if self.shared_weights is not None:
+            self.shared_weights.warm_up()
+        if self.warm_rows < rows:
+            self.kernel.fused_experts.warm_up(self.weights, rows)
+            self.warm_rows = rows
+
+    def gate(self, x_MK: torch.Tensor) -> Routing:
+        return route(x_MK, self.gate_weights, self.sizes.gate)
+
+    def routed(self, x_MK: torch.Tensor, routing: Routing, tokens_per_rank: Sequence[int]) -> torch.Tensor:
+        """All but the gate: `(M, K)` -> `(M, K)`, the shared expert inside the windows of dispatch and combine."""
+        return self.kernel.forward(
+            x_MK, routing, weights=self.weights, tokens_per_rank=tokens_per_rank, shared_experts=self.shared
+        )
+
+    def forward(self, x_MK: torch.Tensor, tokens_per_rank: Sequence[int]) -> torch.Tensor:
+        return self.routed(x_MK, self.gate(x_MK), tokens_per_rank)
+
+    def tokens(self, num_tokens: int, seed: int = 0) -> torch.Tensor:
+        """`(M, K)` that differ from rank to rank."""
+        generator = torch.Generator(self.ranks.device).manual_seed(10_000 * seed + self.ranks.rank + 1)
+        shape = (num_tokens, self.sizes.hidden)
+        return torch.randn(shape, device=self.ranks.device, generator=generator).to(self.sizes.dtype)
+
+    def error(self, x_MK: torch.Tensor, routing: Routing, out_MK: torch.Tensor, num_rows: int = 4) -> float:
+        """Relative L2 error of `num_rows` rows of `out_MK`, spread over the batch, against float32 on the same weights."""
+        if not x_MK.shape[0]:
+            return 0.0
+        rows = torch.linspace(0, x_MK.shape[0] - 1, min(num_rows, x_MK.shape[0]), device=x_MK.device).long().unique()
+        x, ids, shares = x_MK[rows].float(), routing.ids_Mt[rows], routing.weights_Mt[rows]
+        want = torch.zeros_like(x)
+        for expert in sorted(set(ids[ids >= 0].tolist())):
+            w13, w2 = _float_expert(self.sizes, expert, self.ranks.device)
+            gate, up = F.linear(x, w13).chunk(2, dim=-1)
+            share = torch.where(ids == expert, shares, 0.0).sum(1, keepdim=True)
+            want += share * F.linear(F.silu(gate) * up, w2)
+        if self.shared_weights is not None:
+            gate, up = F.linear(x, self.shared_weights.w13_SK.float()).chunk(2, dim=-1)
+            want += F.linear(F.silu(gate) * up, self.shared_weights.w2_KS.float())
+        return ((out_MK[rows].float() - want).norm() / want.norm().clamp(min=1e-20)).item()
+
+    def close(self) -> None:
+        """Collective."""
+        if self._own_manager:
+            self.manager.destroy()
+
+
+def expert_weights(sizes: LayerSizes, numbers: Sequence[int], device: torch.device) -> ExpertWeights:
+    """The experts of these numbers, in the layout of `ExpertWeights`; fp8_block: e4m3 with float32 scales of 128 x 128."""
+    e, K, N = len(numbers), sizes.hidden, sizes.intermediate
+    stored = FP8 if sizes.scheme == "fp8_block" else sizes.dtype
+    w13, w2 = (torch.empty(shape, dtype=stored, device=device) for shape in ((e, 2 * N, K), (e, K, N)))
+    s13 = s2 = None
+    if sizes.scheme == "fp8_block":
+        s13 = torch.empty((e, 2 * N // BLOCK, K // BLOCK), device=device)
+        s2 = torch.empty((e, K // BLOCK, N // BLOCK), device=device)
+    for slot, number in enumerate(numbers):
+        for (target, scales), plain in zip(((w13, s13), (w2, s2)), _draw(sizes, number, device), strict=True):
+            if scales is None:
+                target[slot] = plain
+            else:
+                target[slot], scales[slot] = _quantise(plain)
+    return ExpertWeights(w13_eNK=w13, w2_eKN=w2, s13=s13, s2=s2, activation=Activation())
+
+
+def gate_weights(sizes: LayerSizes, device: torch.device) -> GateWeights:
+    """The weight in the layer's dtype, as checkpoints store it; the product is in float32."""
+    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(11)}
+    weight_EK = (torch.randn((sizes.num_experts, sizes.hidden), **on) * sizes.hidden**-0.5).to(sizes.dtype)
+    return GateWeights(weight_EK=weight_EK, correction_bias_E=torch.rand(sizes.num_experts, **on) * 0.01)
+
+
+def shared_expert(sizes: LayerSizes, device: torch.device) -> SharedExperts:
+    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(12)}
+    w13_SK = torch.randn((2 * sizes.shared, sizes.hidden), **on) * sizes.hidden**-0.5
+    w2_KS = torch.randn((sizes.hidden, sizes.shared), **on) * sizes.shared**-0.5
+    return SharedExperts(w13_SK=w13_SK.to(sizes.dtype), w2_KS=w2_KS.to(sizes.dtype), activation=Activation())
+
+
+def _draw(sizes: LayerSizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(1000 + number)}
+    w13 = torch.randn((2 * sizes.intermediate, sizes.hidden), **on).mul_(sizes.hidden**-0.5)
+    return w13, torch.randn((sizes.hidden, sizes.intermediate), **on).mul_(sizes.intermediate**-0.5)
+
+
+def _quantise(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = plain.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (rows/128, 128, columns/128, 128)
+    scales = blocks.abs().amax((1, 3)).clamp(min=1e-10) / FP8_MAX
+    scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.view(plain.shape).to(FP8), scales
+
+
+def _float_expert(sizes: LayerSizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 and w2 as they are stored, in float32."""
+    found = []
+    for plain in _draw(sizes, number, device):
+        if sizes.scheme == "none":
+            found.append(plain.to(sizes.dtype).float())
+            continue
+        stored, scales = _quantise(plain)
+        found.append(stored.float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1))
+    return found[0], found[1]

@@ -1,0 +1,125 @@
+"""`epserve profile` and `epserve bench`: where one layer's time goes, and the benchmarks of the source tree."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+SIZES = {
+    "cpu": {"hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 4, "shared": 128},
+    "cuda": {"hidden": 7168, "intermediate": 2048, "num_experts": 256, "top_k": 8, "shared": 2048},
+}
+Size = Annotated[int | None, typer.Option(help="Default: DeepSeek-V3's on CUDA, a small one on the CPU.")]
+
+
+def profile(
+    pf_type: Annotated[str, typer.Option(help="All-to-all backend (prepare/finalize); see `epserve compat`.")],
+    experts_type: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")],
+    world_size: Annotated[int, typer.Option(help="Ranks, one process each, on this host.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(help="Of each rank.")] = 128,
+    quant: Annotated[str, typer.Option(help="none (bf16) or fp8_block.")] = "none",
+    rank: Annotated[int, typer.Option(help="Whose trace is written.")] = 0,
+    trace: Annotated[Path, typer.Option(help="Chrome-format trace: chrome://tracing, ui.perfetto.dev.")] = Path(
+        "epserve_trace.json"
+    ),
+    repeats: Annotated[int, typer.Option(help="Forwards that the table's medians are of.")] = 20,
+    hidden: Size = None,
+    intermediate: Size = None,
+    num_experts: Size = None,
+    top_k: Size = None,
+    shared: Annotated[int | None, typer.Option(help="Intermediate size of the shared expert; 0: none.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.", min=1)] = 180.0,
+) -> None:
+    """Trace one forward of a DeepSeek-V3-like layer on any compatible pair, and print where its time goes."""
+    from epserve.errors import ConfigError
+
+    from .layer.profile import ProfileRequest, profile_layer
+    from .layer.synthetic import LayerSizes
+
+    if device not in SIZES:
+        raise ConfigError(f"device {device!r} is not {' or '.join(SIZES)}")
+    chosen = {
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "shared": shared,
+    }
+    given: dict[str, Any] = SIZES[device] | {name: size for name, size in chosen.items() if size is not None}
+    sizes = LayerSizes(**given, scheme=quant)
+    request = ProfileRequest(
+        all2all=pf_type, experts=experts_type, trace=trace, sizes=sizes, world_size=world_size, device=device,
+        tokens=tokens, rank=rank, repeats=repeats, timeout_s=timeout,
+    )  # fmt: skip
+    result = profile_layer(request)
+    table = Table("phase", "us", "share", "slowest rank, us", box=None)
+    for phase in result.phases:
+        share = phase.us / result.total_us if result.total_us else 0.0
+        table.add_row(phase.phase, f"{phase.us:.1f}", f"{share:.0%}", f"{phase.slowest_us:.1f}")
+    table.add_row("forward", f"{result.total_us:.1f}", "", "")
+    console = Console()
+    console.print(
+        f"{pf_type} + {experts_type}: {world_size} ranks on {device}, {tokens} tokens a rank, hidden {sizes.hidden},"
+        f" {sizes.num_experts} experts, top-{sizes.top_k}, {'bf16' if quant == 'none' else quant}; medians of {repeats}"
+    )
+    console.print(table)
+    console.print(f"relative L2 error against float32: {result.error:.1e}")
+    console.print(f"trace of rank {rank}: {result.trace}", soft_wrap=True)
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which; without it they are listed.")] = "",
+) -> None:
+    """Run a benchmark of the source tree: `epserve bench layer --cpu`; its own options: `epserve bench layer -- --help`."""
+    from epserve.errors import ConfigError
+
+    root = source_tree()
+    found = benchmarks(root)
+    if not name:
+        table = Table("benchmark", "what it measures", box=None)
+        for each, about in found.items():
+            table.add_row(each, about)
+        Console().print(table)
+        return
+    if name not in found:
+        import difflib
+
+        close = difflib.get_close_matches(name, found, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"benchmark {name!r} is unknown{hint} (known: {', '.join(found)})")
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    words = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
+    raise typer.Exit(subprocess.run(words, env=os.environ | {"PYTHONPATH": path}).returncode)
+
+
+def source_tree() -> Path:
+    """The folder that holds `benchmarks/`: beside this package, or the current one. A wheel has none."""
+    from epserve.errors import ConfigError
+
+    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (root / "benchmarks" / "ep_layer.py").is_file() and (root / "tests" / "support" / "cases.py").is_file():
+            return root
+    raise ConfigError(
+        "the benchmarks are in the source tree, not in the installed package: run this inside a checkout of the repository"
+    )
+
+
+def benchmarks(root: Path) -> dict[str, str]:
+    """Programs under `benchmarks/`: name -> the first sentence of the docstring."""
+    found = {}
+    for path in sorted((root / "benchmarks").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in text:
+            about = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+            found[path.stem] = " ".join(about.split())
+    return found

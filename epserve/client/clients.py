@@ -1,0 +1,405 @@
+"""Clients of the service: `Client` for threads, `AsyncClient` for asyncio.
+
+    with Client("127.0.0.1:50051") as client:
+        y = client.forward(layer=3, hidden=x)                                  # the layer's gate chooses experts
+        y = client.forward(3, x, topk_ids=ids, topk_weights=weights, timeout=2.0)
+        with client.register_region(64 << 20) as region:                       # a server on this host: no bytes are sent
+            y = client.forward(3, x, region=region)
+
+Tensors are torch or numpy; the result is of the same kind and dtype as `hidden`. Errors are those of `epserve.errors`.
+A call is a pure function of its request, so those that may succeed later are sent again until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from epserve.errors import DeadlineExceeded, EpserveError, NotReady
+from epserve.process import tracing
+from epserve.protocol import epserve_pb2 as pb
+from epserve.protocol import status
+from epserve.protocol.frames import experts_stub
+
+from .attempts import Attempts, Cancellation, ForwardFuture, Readiness
+from .cuda_region import CudaClientRegion
+from .endpoint import Endpoint
+from .exchange import OutgoingRequest, ReplyAssembly, WireFormat
+from .options import ClientOptions, RetryPolicy, Tls
+from .pipeline import Pipeline
+from .region import ClientRegion
+
+__all__ = [
+    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "RetryPolicy", "Tls", "WireFormat",
+]  # fmt: skip
+
+AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
+POLL_S = 0.1  # between two looks at a service that is not ready
+
+
+class Client(Endpoint):
+    """Blocking calls over one channel; safe to share between threads.
+
+    `target`: "host:port" or "unix:/path/of/socket". `token` and `tls_ca` stand for the options that most set-ups need.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        options: ClientOptions | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: Path | str | None = None,
+    ):
+        super().__init__(target, options, token, tls_ca)
+        if self.options.tls is None:
+            self._channel = grpc.insecure_channel(target, options=self._channel_options())
+        else:
+            credentials = self.options.tls.credentials()
+            self._channel = grpc.secure_channel(target, credentials, options=self._channel_options())
+        self._stub = experts_stub(self._channel)
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="epserve-client")
+
+    def forward(
+        self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """The layer's output for `hidden`, (tokens, hidden size) bf16, fp16 or fp32: same shape, kind, dtype and device.
+
+        topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none; topk_weights: floats of that shape. Without both
+        the layer's gate chooses, and shared experts are added. timeout: seconds, default `ClientOptions.timeout_s`. request_id:
+        for logs on both sides. region: of `register_region` or `register_cuda_region`, for large tensors on one host.
+        wire_format: fp8 for half the bytes. not_finite_rows: a list that is filled with the numbers of rows that hold NaN or
+        infinity; without one such a result raises NotFinite. Raises CallerError at once, ServiceError when none was in time.
+        """
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
+        return self._forward(request, self._attempts(timeout), None)
+
+    def forward_async(
+        self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
+    ) -> concurrent.futures.Future[Any]:  # fmt: skip
+        """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
+        future = ForwardFuture()
+        self._check_open()
+        context = contextvars.copy_context()  # the caller's span is the parent there too
+        self._pool.submit(context.run, future.run, self._forward, request, self._attempts(timeout))
+        return future
+
+    @contextmanager
+    def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
+        """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them.
+
+        timeout: seconds for the registration. Raises as `forward`.
+        """
+        self._check_open()
+        with self._registered(ClientRegion(size), timeout) as region:
+            yield region
+
+    @contextmanager
+    def register_cuda_region(
+        self, size: int, *, device: Any = None, timeout: float | None = None
+    ) -> Iterator[CudaClientRegion]:
+        """`size` bytes of a GPU that are shared with the rank there; device: torch's current one unless it is given.
+
+        A server on this host, a rank on that GPU, torch here. Hidden states and results then stay on the GPU.
+        """
+        self._check_open()
+        with self._registered(CudaClientRegion(size, device), timeout) as region:
+            yield region
+
+    @contextmanager
+    def _registered(self, region: AnyRegion, timeout: float | None) -> Iterator[AnyRegion]:
+        """Closes it too."""
+        try:
+            attempts = self._attempts(timeout)
+            call = self._hold(region, attempts)
+            region.bell.connect()
+            if not call.add_callback(region.lost):  # it has ended already
+                region.lost()
+            try:
+                yield region
+            finally:
+                call.cancel()
+        finally:
+            region.close()
+
+    def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
+        """What is served, and the limits of a request."""
+        return self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
+
+    def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
+        """How the service and each of its ranks are doing."""
+        return self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
+
+    def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
+        """Until the state is "serving", at most `timeout` seconds. Raises DeadlineExceeded that says what it saw last."""
+        waiting = Readiness(self.target, timeout)
+        while True:
+            try:
+                reply = self.status(timeout=waiting.remaining())
+                if reply.state == "serving":
+                    return reply
+                waiting.saw(f"state {reply.state}")
+            except (NotReady, DeadlineExceeded) as error:
+                waiting.failed(error)
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Ends calls that are still running."""
+        self._closed = True
+        self._channel.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
+        """The RPC that keeps the region registered, for as long as it runs."""
+        while True:
+            self._check_open()
+            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            timer = threading.Timer(attempts.remaining(), call.cancel)  # a deadline would end the registration later
+            timer.start()
+            try:
+                region.registered(next(call))
+                return call
+            except (grpc.RpcError, StopIteration) as error:
+                wait = attempts.wait_after(self._not_registered(error, attempts))
+            except BaseException:
+                call.cancel()
+                raise
+            finally:
+                timer.cancel()
+            time.sleep(wait)
+
+    def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
+        attempts = self._attempts(timeout)
+        while True:
+            self._check_open()
+            try:
+                return method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
+            except grpc.RpcError as error:
+                wait = attempts.wait_after(status.error_of_rpc(error))
+            time.sleep(wait)
+
+    def _forward(self, request: OutgoingRequest, attempts: Attempts, cancellation: Cancellation | None) -> Any:
+        """cancellation: None where nobody can cancel the call."""
+        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
+            while True:
+                self._check_open()
+                request.check_region()
+                try:
+                    return self._once(request, attempts.remaining(), cancellation)
+                except (EpserveError, grpc.RpcError) as error:
+                    mapped = request.failed(error if isinstance(error, EpserveError) else status.error_of_rpc(error))
+                if cancellation is not None:
+                    cancellation.check()
+                wait = attempts.wait_after(mapped)
+                if cancellation is None:
+                    time.sleep(wait)
+                elif cancellation.event.wait(wait):
+                    cancellation.check()
+
+    def _once(self, request: OutgoingRequest, timeout_s: float, cancellation: Cancellation | None) -> Any:
+        if not request.small:
+            return self._framed(request, timeout_s, cancellation)
+        if request.bell is not None and not tracing.outgoing(()):  # the doorbell takes no trace context
+            return request.answer(request.bell.call(request.frame(timeout_s), timeout_s, cancellation))
+        message, metadata = request.message(), self.options.metadata
+        if cancellation is None:  # in this thread: a future's call goes through another one, 0.2 ms
+            return request.result(self._stub.Forward(message, timeout=timeout_s, metadata=metadata))
+        call = self._stub.Forward.future(message, timeout=timeout_s, metadata=metadata)
+        cancellation.watch(call)
+        return request.result(call.result())
+
+    def _framed(self, request: OutgoingRequest, timeout_s: float, cancellation: Cancellation | None) -> Any:
+        frames = request.frames(timeout_s)
+        call = self._stub.ForwardStream(frames, timeout=timeout_s, metadata=self.options.metadata)
+        if cancellation is not None:
+            cancellation.watch(call)
+        assembly = ReplyAssembly(request)
+        try:
+            for frame in call:
+                if assembly.add(frame):
+                    return assembly.result()
+        finally:
+            call.cancel()  # after a refusal the rest of the request need not be sent; after the reply it does nothing
+        raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
+
+
+class AsyncClient(Endpoint):
+    """As Client, for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
+
+    def __init__(
+        self,
+        target: str,
+        options: ClientOptions | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: Path | str | None = None,
+    ):
+        super().__init__(target, options, token, tls_ca)
+        if self.options.tls is None:
+            self._channel = grpc.aio.insecure_channel(target, options=self._channel_options())
+        else:
+            credentials = self.options.tls.credentials()
+            self._channel = grpc.aio.secure_channel(target, credentials, options=self._channel_options())
+        self._stub = experts_stub(self._channel)
+
+    async def forward(
+        self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """As Client.forward."""
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
+        attempts = self._attempts(timeout)
+        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
+            while True:
+                self._check_open()
+                request.check_region()
+                try:
+                    return await self._once(request, attempts.remaining())
+                except EpserveError as error:
+                    wait = attempts.wait_after(request.failed(error))
+                except grpc.RpcError as error:
+                    wait = attempts.wait_after(request.failed(status.error_of_rpc(error)))
+                await asyncio.sleep(wait)
+
+    def stream(self) -> Pipeline:
+        """For many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
+        self._check_open()
+        return Pipeline(partial(self._open_stream, self.options.metadata), self.options)
+
+    @asynccontextmanager
+    async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
+        """As Client.register_region."""
+        self._check_open()
+        async with self._registered(ClientRegion(size), timeout) as region:
+            yield region
+
+    @asynccontextmanager
+    async def register_cuda_region(
+        self, size: int, *, device: Any = None, timeout: float | None = None
+    ) -> AsyncIterator[CudaClientRegion]:
+        """As Client.register_cuda_region."""
+        self._check_open()
+        async with self._registered(CudaClientRegion(size, device), timeout) as region:
+            yield region
+
+    @asynccontextmanager
+    async def _registered(self, region: AnyRegion, timeout: float | None) -> AsyncIterator[AnyRegion]:
+        try:
+            attempts = self._attempts(timeout)
+            call = await self._hold(region, attempts)
+            call.add_done_callback(lambda _: region.lost())
+            region.async_bell = await region.bell.for_asyncio()
+            try:
+                yield region
+            finally:
+                call.cancel()
+                if region.async_bell is not None:
+                    region.async_bell.close()
+        finally:
+            region.close()
+
+    async def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
+        """As Client.model."""
+        return await self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
+
+    async def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
+        """As Client.status."""
+        return await self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
+
+    async def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
+        """As Client.wait_ready."""
+        waiting = Readiness(self.target, timeout)
+        while True:
+            try:
+                reply = await self.status(timeout=waiting.remaining())
+                if reply.state == "serving":
+                    return reply
+                waiting.saw(f"state {reply.state}")
+            except (NotReady, DeadlineExceeded) as error:
+                waiting.failed(error)
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """Ends calls that are still running."""
+        self._closed = True
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    def _open_stream(self, metadata: Any) -> Any:
+        """With the trace of whoever made the Pipeline, whichever call opens it again."""
+        self._check_open()
+        return self._stub.ForwardStream(metadata=metadata)
+
+    async def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
+        while True:
+            self._check_open()
+            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            try:
+                async with asyncio.timeout(attempts.remaining()):
+                    region.registered(await anext(aiter(call)))
+                return call
+            except (grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
+                call.cancel()
+                wait = attempts.wait_after(self._not_registered(error, attempts))
+            await asyncio.sleep(wait)
+
+    async def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:
+        attempts = self._attempts(timeout)
+        while True:
+            self._check_open()
+            try:
+                return await method(request, timeout=attempts.remaining(), metadata=self.options.metadata)
+            except grpc.RpcError as error:
+                wait = attempts.wait_after(status.error_of_rpc(error))
+            await asyncio.sleep(wait)
+
+    async def _once(self, request: OutgoingRequest, timeout_s: float) -> Any:
+        if not request.small:
+            return await self._framed(request, timeout_s)
+        if request.async_bell is not None and not tracing.outgoing(()):  # the doorbell takes no trace context
+            frame = await request.async_bell.call(partial(request.frame, timeout_s), timeout_s)
+            return request.answer(frame)
+        message = request.message()
+        return request.result(await self._stub.Forward(message, timeout=timeout_s, metadata=self.options.metadata))
+
+    async def _framed(self, request: OutgoingRequest, timeout_s: float) -> Any:
+        frames = request.frames(timeout_s)
+        call = self._stub.ForwardStream(frames, timeout=timeout_s, metadata=self.options.metadata)
+        assembly = ReplyAssembly(request)
+        try:
+            async for frame in call:
+                if assembly.add(frame):
+                    return assembly.result()
+        finally:
+            call.cancel()
+        raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")

@@ -1,0 +1,340 @@
+"""The engine: what the front end talks to. Ranks, their supervision and the step scheduler behind three methods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from epserve.config import Config
+from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, UnknownLayer
+from epserve.models import ModelInfo, UnchangedCheckpoint
+from epserve.modular_kernel import check_routing
+from epserve.modular_kernel.measured.selection import Choice
+from epserve.pool.changes import Rebalance, Resize
+from epserve.pool.device_regions import DeviceRegions
+from epserve.pool.pool import Pool
+from epserve.pool.ray_cluster import Cluster
+from epserve.rank.expert_load import by_layer
+from epserve.rank.setup import plan as rank_plan
+from epserve.rank.setup.backends import Chosen
+
+from .planning import Batch
+from .records import StepRecord
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "serving", "recovering", "resizing", "draining", "stopped"]
+UP: tuple[State, ...] = ("serving", "recovering", "resizing")
+"""Requests are accepted; in the last two they wait in the queue for the ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank. `experts`: logical ids in slot order, of the first served layer; `layer_experts`: of the layers that differ.
+    `alive`: its process answers on the data path."""
+
+    rank: int
+    node: str
+    pid: int
+    device: str
+    gpu_uuid: str
+    experts: tuple[int, ...]
+    tokens_done: int
+    weights_bytes: int
+    alive: bool
+    phase: str
+    late_compiles: int = 0
+    experts_choices: tuple[Choice, ...] = ()
+    """Which experts backend computes batches of how many rows; empty: there is one for all."""
+    layer_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others.
+
+    expert_tokens: layer -> tokens of each logical expert; seconds old. slots: layer -> logical expert of each slot, in
+    the order of ranks; all layers have as many slots on a rank.
+    """
+
+    state: State
+    generation: int
+    steps: int
+    ranks: tuple[RankStatus, ...]
+    queue_tokens: int
+    backends: str
+    recoveries: int
+    replayed_requests: int
+    expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    missing_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Layer -> experts that are on no rank while the others go on without (engine.when_experts_missing)."""
+    spares: int = 0
+    """Processes that are ready to take over from a rank."""
+    rebalances: int = 0
+    rebalances_skipped: int = 0
+    """Layers that stayed as they were for want of memory."""
+    front_ends: int = 0
+    """That have joined and bring their clients' requests."""
+
+
+class Engine:
+    """Make it, `await start()`, call `forward` from any task of that loop, `await close()`.
+
+    The constructor checks the configuration against the checkpoint and the backends; it starts nothing.
+    """
+
+    def __init__(self, config: Config):
+        """Raises ConfigError, CheckpointError or Incompatible within a second."""
+        self.config = config
+        self._checkpoint = UnchangedCheckpoint(config.model.path, config.model.dtype)
+        self.info: ModelInfo = self._checkpoint.info
+        self._device = rank_plan.resolve_device(config.engine.device)
+        here = self._device == "cpu" or torch.cuda.is_available()  # else a front end whose ranks are on other nodes
+        self.plan = rank_plan.plan_ranks(config, self.info, device=self._device, here=here)
+        self._planned = config, self.plan.chosen
+        self._state: State = "stopped"
+        self._callbacks: list[Callable[[State], None]] = []
+        self._step_callbacks: list[Callable[[StepRecord], None]] = []
+        self._cluster: Cluster | None = None
+        self._pool: Pool | None = None
+        self._scheduler: Scheduler | None = None
+        self._last_status: tuple[RankStatus, ...] = ()
+        self.count_front_ends: Callable[[], int] = lambda: 0
+        """How many others have joined; of the port that they join at."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The MoE layers that are served."""
+        return self.plan.layers
+
+    async def start(self) -> None:
+        """Returns when every rank has loaded and run a step. Raises an EpserveError; everything is then stopped again."""
+        self._set_state("starting")
+        for group in self.plan.groups:
+            log.info(group.describe())
+        try:
+            await self._connect()
+            pool = self._pool = Pool(
+                self.config, self.plan, device=self._device, stamp=self._checkpoint.stamp, info=self.info,
+                on_state=self._set_state,
+            )  # fmt: skip
+            self._scheduler = Scheduler(
+                self.config.scheduler,
+                pool,
+                wait_for_ranks=self.config.engine.when_experts_missing != "refuse",
+                serve_without=self.config.engine.when_experts_missing == "serve_without",
+            )
+            pool.supervisor.on_missing = self._scheduler.refuse_waiting
+            self._scheduler.on_step = self._step_done
+            await pool.start()
+        except BaseException as error:
+            # Now, since closing takes seconds and may itself go wrong.
+            if isinstance(error, asyncio.CancelledError):
+                log.debug("start given up")
+            else:
+                log.error("start failed: %s: %s", type(error).__name__, error)
+            await self.close()
+            raise
+
+    async def _connect(self) -> None:
+        connecting = asyncio.ensure_future(asyncio.to_thread(Cluster.connect, self.config))
+        try:
+            self._cluster = await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: what it starts must be stopped. The signal may have taken Ray's processes first.
+            with contextlib.suppress(Exception):
+                self._cluster = await connecting
+            raise
+
+    async def close(self, drain_s: float = 0) -> None:
+        """Refuse new requests, finish accepted ones for up to `drain_s`, stop the ranks. Safe at any time, and twice."""
+        if self._state == "stopped":
+            return
+        if self._scheduler is not None:
+            self._set_state("draining")
+            if drain_s > 0 and not await self._scheduler.drain(drain_s):
+                log.warning("drain: requests were left after %g s", drain_s)
+            await self._scheduler.close()
+        reachable = self._cluster is not None and await asyncio.to_thread(self._cluster.answers)
+        if self._pool is not None:
+            await self._pool.close(reachable=reachable)
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
+        self._scheduler = self._pool = self._cluster = None
+        self._set_state("stopped")
+
+    async def forward(self, batch: Batch) -> torch.Tensor:
+        """One layer on one batch: `(M, K)` in the model's dtype. Raises only EpserveErrors."""
+        scheduler = self._scheduler
+        if scheduler is None or self._state not in UP:
+            raise NotReady(f"the service is {self._state}")
+        checked = self._check(batch)
+        if not checked.num_tokens:
+            return torch.empty_like(checked.hidden)
+        return await scheduler.submit(checked)
+
+    def buffer(self, nbytes: int) -> Any:
+        """A writable buffer for a request's bytes: the ranks of this host read a tensor over it where it is."""
+        return self._pool.buffer(nbytes) if self._pool is not None else bytearray(nbytes)
+
+    @property
+    def device_regions(self) -> DeviceRegions | None:
+        """Memory of clients on the GPUs of this host's ranks; None while the engine is not there."""
+        return self._pool.regions if self._pool is not None else None
+
+    async def rebalance(self) -> Rebalance:
+        """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""
+        return await self._serving_pool().changes.rebalance()
+
+    async def scale(self, ranks: int) -> Resize:
+        """Go on with another number of ranks; requests wait in the queue for a moment. Raises NotReady, ConfigError."""
+        return await self._serving_pool().changes.scale(ranks)
+
+    def _serving_pool(self) -> Pool:
+        if self._pool is None or self._state not in UP:
+            raise NotReady(f"the service is {self._state}")
+        return self._pool
+
+    def state(self) -> State:
+        return self._state
+
+    def on_state_change(self, callback: Callable[[State], None]) -> None:
+        """`callback(state)` runs in the loop after each change."""
+        self._callbacks.append(callback)
+
+    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
+        """`callback(record)` runs in the loop after each finished step; it must be quick."""
+        self._step_callbacks.append(callback)
+
+    def status(self) -> EngineStatus:
+        pool, scheduler = self._pool, self._scheduler
+        if pool is not None and pool.members:
+            self._last_status = tuple(self._rank_status(member) for member in pool.members)
+        return EngineStatus(
+            state=self._state,
+            generation=pool.generation if pool is not None else 0,
+            steps=scheduler.steps_done if scheduler is not None else 0,
+            ranks=self._last_status,
+            queue_tokens=scheduler.queued_tokens if scheduler is not None else 0,
+            backends=self._explain_backends(),
+            recoveries=len(pool.recoveries) if pool is not None else 0,
+            replayed_requests=scheduler.replays if scheduler is not None else 0,
+            spares=pool.spares.ready if pool is not None else 0,
+            front_ends=self.count_front_ends(),
+            rebalances=pool.changes.rebalances if pool is not None else 0,
+            rebalances_skipped=pool.changes.skipped_layers if pool is not None else 0,
+            missing_experts=pool.missing if pool is not None else {},
+            expert_tokens=by_layer(pool.load) if pool is not None else {},
+            slots=self._slots() if pool is not None else {},
+        )
+
+    def _slots(self) -> dict[int, tuple[int, ...]]:
+        assert self._pool is not None
+        return {layer: each.physical_to_logical for layer, each in self._pool.arrangement.placements.items()}
+
+    def _explain_backends(self) -> str:
+        pool = self._pool
+        chosen, members = self._chosen(), pool.members if pool is not None else ()
+        report = next((member.report for member in members if member.report is not None), None)
+        text = chosen.explain()
+        if report is not None and report.backends != chosen.names:
+            text = f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
+        lines = [group.describe() for group in self.plan.groups]
+        if pool is not None:
+            lines += [*pool.explanation, *filter(None, (pool.stuck, pool.changes.trouble))]
+        return text + "".join(f"\n  - {line}" for line in lines)
+
+    def _chosen(self) -> Chosen:
+        """For the present number of ranks; made anew where that has changed."""
+        config = self._pool.arrangement.config if self._pool is not None else self.config
+        planned, chosen = self._planned
+        if planned is not config:
+            here = self._device == "cpu" or torch.cuda.is_available()
+            with contextlib.suppress(EpserveError):  # nothing that this machine could plan: the ranks' names suffice
+                chosen = rank_plan.plan_ranks(config, self.info, device=self._device, here=here).chosen
+            self._planned = config, chosen
+        return chosen
+
+    def _rank_status(self, member) -> RankStatus:
+        facts, report, pulse = member.facts, member.report, member.pulse
+        assert self._pool is not None
+        placements = self._pool.arrangement.placements
+        experts = {layer: each.experts_of(member.rank) for layer, each in placements.items()}
+        first = experts[self.plan.layers[0]]
+        return RankStatus(
+            rank=member.rank,
+            node=facts.node_ip if facts is not None else "",
+            pid=facts.pid if facts is not None else 0,
+            device=facts.device if facts is not None else "",
+            gpu_uuid=facts.gpu_uuid if facts is not None else "",
+            experts=first,
+            layer_experts={layer: each for layer, each in experts.items() if each != first},
+            tokens_done=self._pool.steps.tokens_done.get(member.rank, 0),
+            weights_bytes=report.weights_bytes if report is not None else 0,
+            alive=member.alive,
+            phase=pulse.phase if pulse is not None else "idle",
+            late_compiles=pulse.late_compiles if pulse is not None else 0,
+            experts_choices=member.experts_choices,
+        )
+
+    def _step_done(self, record: StepRecord) -> None:
+        assert self._pool is not None
+        record = replace(record, phases=self._pool.steps.take_phases(record.step))
+        for callback in self._step_callbacks:
+            try:
+                callback(record)
+            except Exception:  # whoever watches must not fail a step
+                log.exception("a step listener failed")
+
+    def _set_state(self, state: State) -> None:
+        if state == self._state or (self._state == "draining" and state != "stopped"):
+            return
+        log.info("state: %s -> %s", self._state, state)
+        self._state = state
+        for callback in self._callbacks:
+            try:
+                callback(state)
+            except Exception:  # a listener's defect must not stop a recovery
+                log.exception("a state listener failed")
+
+    def _check(self, batch: Batch) -> Batch:
+        """The engine's own door: nothing that would fail on the ranks passes it."""
+        shape, hidden = self.plan.spec.shape, batch.hidden
+        if batch.layer not in self.plan.layers:
+            served = ", ".join(map(str, self.plan.layers))
+            text = f"layer {batch.layer} is not a served MoE layer of {self.info.name} (served: {served})"
+            raise UnknownLayer(text, field="layer")
+        if hidden.ndim != 2 or hidden.shape[1] != shape.hidden:
+            text = f"hidden_states: shape {tuple(hidden.shape)}, the model has (tokens, {shape.hidden})"
+            raise InvalidRequest(text, field="hidden_states")
+        if hidden.dtype != shape.dtype:
+            raise InvalidRequest(f"hidden_states: {hidden.dtype}, the model has {shape.dtype}", field="hidden_states")
+        if (batch.ids is None) != (batch.weights is None):
+            raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
+        if batch.ids is None and self.info.gate.scoring == "client":
+            why = f" ({self.info.gate.refusal})" if self.info.gate.refusal else ""
+            raise InvalidRequest(
+                f"topk_ids: missing; the service has no gate for {self.info.family}{why}, the client chooses experts",
+                field="topk_ids",
+            )
+        ids, weights = batch.ids, batch.weights
+        if ids is None or weights is None:
+            return batch
+        if not batch.routing_checked:  # by whoever made it: values are looked at once
+            routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)
+            batch = replace(batch, ids=routing.ids_Mt, weights=routing.weights_Mt, routing_checked=True)
+        if ids.shape[1] > shape.top_k:
+            text = f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}"
+            raise TooLarge(text, field="topk_ids")
+        return batch
+
+
+__all__ = ["Batch", "Engine", "EngineStatus", "EpserveError", "RankStatus", "State"]

@@ -1,0 +1,144 @@
+"""GPU memory of the clients of a front end that has joined: opened through the process with the ranks, named by number.
+
+`RemoteDeviceRegions` stands for `DeviceRegions` in the front end; `GuestRegions` is what the other process knows of it. The front
+end's regions end with its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from epserve.engine.planning import Batch
+from epserve.errors import InvalidRequest
+from epserve.link.wire import DTYPES, NAMES
+from epserve.rank.step import RegionRows
+
+if TYPE_CHECKING:
+    from epserve.pool.device_regions import DeviceRegion, DeviceRegions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteDeviceRegion:
+    """As `DeviceRegion`, as far as a front end needs it."""
+
+    number: int
+    handle: bytes
+    offset: int
+    size: int
+    gpu_uuid: str
+
+
+class RemoteDeviceRegions:
+    """Of one `RemoteEngine`."""
+
+    def __init__(
+        self,
+        change: Callable[..., Coroutine[Any, Any, Any]],
+        tell: Callable[[dict[str, Any]], object],
+        offered: Callable[[], bool],
+    ):
+        """change: asks the other process for something; tell: sends it a message. offered: whether it may have such ranks."""
+        self._change, self._tell, self._offered = change, tell, offered
+        self._asking: set[asyncio.Task[Any]] = set()
+
+    @property
+    def offered(self) -> bool:
+        return self._offered()
+
+    async def open(
+        self,
+        *,
+        handle: bytes,
+        offset: int,
+        size: int,
+        proof: bytes = b"",
+        gpu_uuid: str = "",
+        device_id: int | None = None,
+    ) -> RemoteDeviceRegion:
+        """Raises as `DeviceRegions.open`."""
+        asked = {
+            "handle": handle.hex(), "offset": offset, "size": size, "proof": proof.hex(), "gpu_uuid": gpu_uuid,
+            "device_id": device_id,
+        }  # fmt: skip
+        asking = asyncio.ensure_future(self._change("open_region", asked))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            opened = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._unwanted)
+            raise
+        return RemoteDeviceRegion(
+            number=opened["number"], handle=handle, offset=offset, size=size, gpu_uuid=opened["gpu_uuid"]
+        )
+
+    def close(self, region: RemoteDeviceRegion) -> None:
+        self._tell({"kind": "close_region", "number": region.number})
+
+    def _unwanted(self, asking: asyncio.Task[Any]) -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            self._tell({"kind": "close_region", "number": asking.result()["number"]})
+
+
+class GuestRegions:
+    """Of one front end, in the process with the ranks."""
+
+    def __init__(self, ranks: Callable[[], DeviceRegions | None], same_host: Callable[[], bool]):
+        self._ranks, self._same_host = ranks, same_host
+        self._regions: dict[int, tuple[DeviceRegions, DeviceRegion]] = {}
+
+    async def open(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Raises as `DeviceRegions.open`, KeyError or ValueError for what makes no sense."""
+        ranks = self._ranks()
+        if ranks is None or not self._same_host():
+            text = "region: this front end runs on another host than the ranks, whose GPUs its clients cannot share memory of"
+            raise InvalidRequest(text, field="region")
+        region = await ranks.open(
+            handle=bytes.fromhex(asked["handle"]),
+            offset=int(asked["offset"]),
+            size=int(asked["size"]),
+            proof=bytes.fromhex(asked["proof"]),
+            gpu_uuid=str(asked["gpu_uuid"]),
+            device_id=asked["device_id"],
+        )
+        self._regions[region.number] = ranks, region
+        return {"number": region.number, "gpu_uuid": region.gpu_uuid}
+
+    def close(self, number: int) -> None:
+        if (found := self._regions.pop(number, None)) is not None:
+            found[0].close(found[1])
+
+    def close_all(self) -> None:
+        for number in list(self._regions):
+            self.close(number)
+
+    def rows(self, value: list[Any] | None) -> RegionRows | None:
+        """Raises InvalidRequest for a region that this front end has not opened over this connection."""
+        if value is None:
+            return None
+        number, offset, dtype = value
+        if number not in self._regions:
+            text = "region: the connection to the ranks was lost since it was registered; register it again"
+            raise InvalidRequest(text, field="region")
+        return RegionRows(region=number, offset=int(offset), dtype=DTYPES[dtype])
+
+
+def as_json(batch: Batch) -> dict[str, Any]:
+    """What a request's header says of rows on a GPU; empty where there are none. Those of a source are not sent."""
+    if batch.region is None:
+        return {}
+
+    def one(rows: RegionRows | None) -> list[Any] | None:
+        return [rows.region, rows.offset, NAMES[rows.dtype]] if rows is not None else None
+
+    return {"device": {"rows": batch.num_tokens, "source": one(batch.source), "target": one(batch.target)}}
+
+
+def somewhere(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states, or results, whose values lie on a GPU."""
+    return torch.empty((rows, hidden), dtype=dtype, device="meta")

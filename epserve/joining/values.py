@@ -1,0 +1,100 @@
+"""Values that a front end that has joined and the process that orders the steps exchange, as JSON and back.
+
+Times are relative (seconds from now, seconds ago): clocks of hosts need not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from epserve import errors
+from epserve.engine.records import StepRecord
+from epserve.errors import EpserveError, InternalError
+from epserve.modular_kernel import Activation, GateSpec
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float32, torch.float16, torch.bfloat16, torch.int32,
+)}  # fmt: skip
+
+
+def error_as_json(error: BaseException) -> dict[str, Any]:
+    """Defects lose their text: it is in the log of the process that had them."""
+    if not isinstance(error, EpserveError):
+        error = InternalError("internal error; the log of the process that orders the steps has the details")
+    known = {
+        name: getattr(error, name) for name in ("field", "retry_after_s", "layer", "experts") if hasattr(error, name)
+    }
+    return {"class": type(error).__name__, "message": str(error), **known}
+
+
+def error_from_json(value: Mapping[str, Any]) -> EpserveError:
+    """The same class with the same text, whatever its constructor takes."""
+    cls = getattr(errors, str(value.get("class")), None)
+    if not (isinstance(cls, type) and issubclass(cls, EpserveError)):
+        cls = InternalError
+    error = cls.__new__(cls)
+    Exception.__init__(error, value.get("message", ""))
+    for name in ("field", "retry_after_s", "layer", "experts"):
+        if name in value:
+            setattr(error, name, tuple(value[name]) if isinstance(value[name], list) else value[name])
+    return error
+
+
+def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """Of a ModelInfo, what a front end shows and checks requests with."""
+    names = "family", "name", "hidden", "intermediate", "num_experts", "top_k", "shared_intermediate", "fingerprint"
+    return {
+        **{name: getattr(info, name) for name in names},
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "activation": asdict(info.activation),
+        "gate": asdict(info.gate),
+        "quantisation": info.quant.scheme,
+        "layers": list(layers),
+    }
+
+
+def model_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
+    """A ModelInfo to read from."""
+    read = dict(value)
+    read["dtype"] = DTYPES[read["dtype"]]
+    read["layers"] = tuple(read["layers"])
+    read["activation"] = Activation(**read["activation"])
+    read["gate"] = GateSpec(**read["gate"])
+    read["quant"] = SimpleNamespace(scheme=read.pop("quantisation"))
+    return SimpleNamespace(**read)
+
+
+def record_as_json(record: StepRecord, now: float) -> dict[str, Any]:
+    """Without its parts."""
+    return {
+        "step": record.step,
+        "layer": record.layer,
+        "mode": record.mode,
+        "tokens_per_rank": list(record.tokens_per_rank),
+        "started": now - record.started,
+        "ended": now - record.ended,
+        "phases": [dict(phases) for phases in record.phases],
+    }
+
+
+OBJECT = "@"
+
+
+def plain(value: Any) -> Any:
+    """Of a dataclass, a namespace or a mapping that is no dict, for JSON; `made` undoes it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = [each.name for each in fields(value)] if is_dataclass(value) else vars(value)
+    return {OBJECT: {name: getattr(value, name) for name in names}}
+
+
+def made(value: dict[str, Any]) -> Any:
+    """Objects to read from, and dicts whose keys are numbers where they were: JSON has no others than strings."""
+    if OBJECT in value:
+        return SimpleNamespace(**value[OBJECT])
+    return {int(key): each for key, each in value.items()} if value and all(map(str.isdigit, value)) else value

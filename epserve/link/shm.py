@@ -1,0 +1,122 @@
+"""Memory that the front end and the ranks on its host share. Its bytes are never sent: a frame says where they lie.
+
+The front end makes an `Arena`, one for all ranks: a memory file without a name, so that nothing is left over however a process
+ends, sealed against another size, so that nobody can cut it short under a reader. Only the front end allocates. A block is
+its own until no tensor over it is left; the link to a rank keeps those that the rank may still read or write (transport.py).
+A rank maps the same file (`Window`). On a GPU host it registers the mapping with CUDA, and copies to and from the device run
+on the stream, without a buffer in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from epserve.errors import ConfigError
+from epserve.process.blocks import Blocks
+
+log = logging.getLogger(__name__)
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """The front end's side. `size` bytes of address space; memory is used as far as blocks were ever in use at once."""
+
+    def __init__(self, size: int):
+        """Raises ConfigError where the system gives no such memory."""
+        self.size = size
+        try:
+            self.fd = os.memfd_create("epserve-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(self.fd, size)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+                self._blocks = Blocks(mmap.mmap(self.fd, size))
+            except BaseException:
+                os.close(self.fd)
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.shared_memory_bytes: no {size} bytes of shared memory ({error.strerror}); fewer,"
+                " or cluster.data_path: socket"
+            ) from None
+
+    def buffer(self, nbytes: int) -> Any:
+        """A writable buffer for `nbytes`; None where there is no room."""
+        return self._blocks.take(nbytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor of undefined values; None where there is no room."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        block = self._blocks.take(count * dtype.itemsize) if count else None
+        return torch.frombuffer(block, dtype=dtype).view(shape) if block is not None else None
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor lies; None: elsewhere, or not in one piece."""
+        if not tensor.is_contiguous():
+            return None
+        return self._blocks.offset_of(tensor.data_ptr(), tensor.nbytes)
+
+    def room(self) -> tuple[int, int]:
+        """Bytes that are free, and those of the largest piece."""
+        return self._blocks.room()
+
+    def close(self) -> None:
+        """No new blocks. The memory goes with the last tensor over it and the last rank that maps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._blocks.close()
+
+
+class Window:
+    """A rank's mapping of an arena. `pinned`: registered with CUDA."""
+
+    def __init__(self, fd: int, size: int, *, pin: bool = False):
+        """Takes the descriptor over. Raises OSError or ValueError where it is no memory of this size that keeps it."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & SEALS != SEALS or os.fstat(fd).st_size != size:
+                raise ValueError(f"the shared memory is not sealed, or not of {size} bytes")
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.size = size
+        self.pinned = pin and _register(self._bytes)
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Raises ValueError outside the bounds."""
+        count = dtype.itemsize
+        for extent in shape:
+            count *= extent
+        if not 0 <= offset <= self.size - count:
+            raise ValueError(f"bytes {offset} to {offset + count} of shared memory of {self.size}")
+        return self._bytes[offset : offset + count].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Unmaps it, when nobody holds a tensor any more."""
+        if self.pinned:
+            with contextlib.suppress(RuntimeError):  # a device that has failed takes the registration along
+                torch.cuda.synchronize()  # nothing of it may be under way
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self.pinned = False
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        # The mapping goes with its last reference: tensors of a step that failed may live in a traceback.
+        del self._map
+
+
+def _register(memory: torch.Tensor) -> bool:
+    """Pin it for copies that run beside the CPU. A refusal costs speed only."""
+    result: Any = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(result) != 0:
+        log.warning("shared memory of %d bytes is not pinned: cudaHostRegister says %s", memory.nbytes, result)
+    return int(result) == 0

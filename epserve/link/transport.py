@@ -1,0 +1,257 @@
+"""The data path: one connection from the engine to each rank. Ray places and supervises, but carries no activations.
+
+The connection goes through the rank's door (door.py). Frames leave in the order of submission, so that all ranks see steps in
+the same order. A rank answers in that order too. Where the two share memory (shm.py) a frame says where its tensors lie and
+where the result goes, and the socket is the doorbell. Otherwise, and for small tensors, the bytes follow the frame.
+
+Every wait ends: at a step's deadline (pool/steps.py), or when the other process ends, in whatever way, as its socket then closes.
+Memory that a rank may still read or write is kept until it has answered or its end of the socket is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from . import wire
+from .door import LinkAddress
+from .failure import Failure, RankLost
+from .shm import Arena
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 16 << 10  # up to here the socket is quicker than a block of shared memory
+READS_AT_ONCE = 64  # then the loop turns to others
+
+
+class Link(Protocol):
+    """What the pool needs of a data path to one rank."""
+
+    def submit(
+        self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Queue a step; the future ends when `out` is filled, with the header of the answer, or with RankLost. Never waits."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """`held`: memory that the rank reads. `shared`: it, or `out`, lies in the arena."""
+
+    out: torch.Tensor
+    future: asyncio.Future[dict[str, Any]]
+    held: list[torch.Tensor]
+    shared: bool
+
+
+class SocketLink:
+    """A link over one socket. `on_lost()` is called once when the rank's process goes away.
+
+    arena: memory that the rank has mapped; tensors that do not lie in it are copied there, or sent where it is full.
+    """
+
+    def __init__(
+        self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None, *, local: bool = True
+    ):
+        """local: the rank runs on this host."""
+        self._sock, self._on_lost, self._arena, self.local = sock, on_lost, arena, local
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[int, _Pending] = {}
+        self._outgoing: deque[memoryview] = deque()
+        self._beats = 0  # counts down: steps have the numbers above
+        self.heard = 0.0  # when the last answer came, time.monotonic()
+        self.lost = False
+        self._incoming = self._answers()
+        self._view = next(self._incoming)
+        self._loop.add_reader(sock, self._readable)
+
+    @classmethod
+    async def open(cls, address: LinkAddress, on_lost: Callable[[], None], arena: Arena | None = None) -> SocketLink:
+        """Raises OSError, also within HANDSHAKE_S of silence."""
+        if address.host or (arena is not None and arena.fd < 0):
+            arena = None  # another machine, or everything is about to close
+
+        def connect() -> socket.socket:
+            sock = address.connect()
+            try:
+                if arena is None:
+                    wire.send(sock, {})
+                else:
+                    wire.send_with_descriptor(sock, {"arena": arena.size}, arena.fd)
+                wire.receive_header(sock)  # the rank's word that its step thread is here, and has mapped the memory
+            except BaseException:
+                sock.close()
+                raise
+            sock.setblocking(False)
+            return sock
+
+        return cls(await asyncio.to_thread(connect), on_lost, arena, local=not address.host)
+
+    @property
+    def num_pending(self) -> int:
+        """Steps, not beats."""
+        return len(self.pending())
+
+    def submit(self, header, tensors, out):
+        future = self._loop.create_future()
+        if self.lost:
+            future.set_exception(self._gone("the connection is closed"))
+            return future
+        tensors, offsets = self._placed(tensors)
+        home = self._offset_of(out)
+        if home is not None:
+            header = {**header, "out": [*wire.describe(out), home]}
+        shared = home is not None or any(at is not None for at in offsets)
+        self._pending[header["step"]] = _Pending(out, future, tensors, shared)
+        self._send(wire.encode(header, tensors, offsets))
+        return future
+
+    def beat(self) -> asyncio.Future[dict[str, Any]]:
+        """Ends when the rank's step thread has taken an empty frame; then it has finished all steps before."""
+        return self.ask({"beat": True})
+
+    def ask(self, header: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        """Something else than a step of the step thread, in its turn; the future ends with the header of the answer."""
+        self._beats -= 1
+        return self.submit({**header, "step": self._beats}, [], torch.empty(0))
+
+    def pending(self) -> list[asyncio.Future[dict[str, Any]]]:
+        return [each.future for step, each in self._pending.items() if step >= 0]
+
+    def close(self) -> None:
+        self._end("the connection was closed here", report=False)
+
+    def _placed(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int | None]]:
+        """The tensors, those that are not small in the arena where it has room, and where they lie there."""
+        placed, offsets = [], []
+        for tensor in tensors:
+            at = self._offset_of(tensor)
+            if at is None and self._arena is not None and tensor.nbytes > INLINE_BYTES:
+                copy = self._arena.empty(tuple(tensor.shape), tensor.dtype)
+                if copy is not None:
+                    tensor, at = copy.copy_(tensor), self._offset_of(copy)
+            placed.append(tensor)
+            offsets.append(at)
+        return placed, offsets
+
+    def _offset_of(self, tensor: torch.Tensor) -> int | None:
+        return self._arena.offset_of(tensor) if self._arena is not None and tensor.numel() else None
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        """At once as far as the socket takes it, the rest when it is writable."""
+        waiting = bool(self._outgoing)
+        self._outgoing.extend(memoryview(part).cast("B") for part in parts)
+        if not waiting and not self._write():
+            self._loop.add_writer(self._sock, self._writable)
+
+    def _write(self) -> bool:
+        """Whether all has been sent. An end that shows here is told by the loop: `submit` never raises."""
+        try:
+            while self._outgoing:
+                sent = self._sock.sendmsg(list(self._outgoing)[:16])
+                while sent:
+                    part = self._outgoing.popleft()
+                    if sent < len(part):
+                        self._outgoing.appendleft(part[sent:])
+                    sent -= min(sent, len(part))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._loop.call_soon(self._end, f"{type(error).__name__}: {error}")
+            self._outgoing.clear()
+        return True
+
+    def _writable(self) -> None:
+        if self._write():
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(READS_AT_ONCE):
+                count = self._sock.recv_into(self._view)
+                if not count:
+                    raise wire.WireError("the other side closed the connection")
+                self._view = self._view[count:]
+                while not self._view:
+                    self._view = next(self._incoming)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _answers(self) -> Iterator[memoryview]:
+        """What to fill next, for ever: prefix, header, perhaps the result."""
+        while True:
+            prefix = bytearray(wire.PREFIX.size)
+            yield memoryview(prefix)
+            text = bytearray(wire.header_size(prefix))
+            yield memoryview(text)
+            header = wire.parse(text)
+            self.heard = time.monotonic()
+            out = self._pending[header["step"]].out
+            if header["tensors"] and out.numel():
+                yield wire.as_bytes(out)
+            del out  # NOTE: what stays in this frame while it waits would keep the memory of the last step
+            self._settle(self._pending.pop(header["step"]).future, header)
+
+    def _settle(self, future: asyncio.Future[dict[str, Any]], header: dict[str, Any]) -> None:
+        if future.done():
+            return
+        if header.get("failure"):
+            future.set_exception(RankLost(Failure(**header["failure"])))
+        else:
+            future.set_result(header)
+
+    def _end(self, why: str, *, report: bool = True) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
+            if not each.future.done():
+                each.future.set_exception(self._gone(why))
+        kept = [each for each in pending.values() if each.shared]
+        if kept:
+            _Remains(self._loop, self._sock, kept)
+        else:
+            with contextlib.suppress(OSError):  # not connected any more
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
+        if report:
+            self._on_lost()
+
+    def _gone(self, why: str) -> RankLost:
+        return RankLost(Failure(rank=-1, phase="process", step=-1, message=f"gone ({why})", consequence=False))
+
+
+class _Remains:
+    """Keeps the memory of unanswered steps until the rank has closed its end: a rank that hangs may yet write to it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, kept: list[_Pending]):
+        self._loop, self._sock, self._kept = loop, sock, kept
+        with contextlib.suppress(OSError):  # the rank leaves its loop when it next looks at the socket
+            sock.shutdown(socket.SHUT_WR)
+        loop.add_reader(sock, self._readable)
+
+    def _readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if self._sock.recv(1 << 16):
+                    return
+            except ConnectionError:
+                pass
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+            self._kept.clear()

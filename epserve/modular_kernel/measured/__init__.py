@@ -1,0 +1,1 @@
+"""Choices that are timed on the device: which backend serves which sizes of batches, and the times kept of it."""

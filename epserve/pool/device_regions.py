@@ -1,0 +1,177 @@
+"""GPU memory of clients, as the engine sees it: which rank has it open, and what becomes of it when that rank is replaced.
+
+The engine's process touches no GPU. It passes a handle on to the rank of this host whose GPU the memory lies on, over the
+link that brings it its steps; the rank opens it, learns its true size, and refuses what does not fit (rank/device_memory.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from epserve.errors import InvalidRequest, NotReady
+from epserve.link.failure import RankLost
+
+if TYPE_CHECKING:
+    from .members import Member
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+"""For a rank to open a handle: milliseconds, behind the steps that it has been sent."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DeviceRegion:
+    """`number`: of it in steps. `member`: the rank that has it open; None: none has now. `lost`: why none will again."""
+
+    number: int
+    handle: bytes
+    offset: int
+    size: int
+    gpu_uuid: str
+    member: Member | None
+    lost: str = ""
+
+
+class DeviceRegions:
+    """Regions of one pool, in its event loop. members: its present ranks. serving: set while they serve."""
+
+    def __init__(self, members: Callable[[], Sequence[Member]], serving: asyncio.Event):
+        self._members, self._serving = members, serving
+        self._regions: dict[int, DeviceRegion] = {}
+        self._numbers = itertools.count(1)
+
+    async def open(
+        self,
+        *,
+        handle: bytes,
+        offset: int,
+        size: int,
+        proof: bytes = b"",
+        gpu_uuid: str = "",
+        device_id: int | None = None,
+    ) -> DeviceRegion:
+        """gpu_uuid: which GPU it lies on. Without it each rank of this host tries, the one of `device_id` first: a client's
+        numbers of GPUs need not be this host's. proof: bytes that the region must start with.
+
+        Raises InvalidRequest with what the rank says, NotReady while no rank can be asked.
+        """
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._serving.wait()
+        except TimeoutError:
+            raise NotReady("the ranks are being rebuilt; register the region again later") from None
+        members = self._candidates(gpu_uuid, device_id)
+        if not members:
+            raise InvalidRequest(self._nobody(gpu_uuid), field="gpu_uuid")
+        asked = {"handle": handle.hex(), "offset": offset, "size": size}
+        refusals = []
+        for member in members:
+            number = next(self._numbers)
+            refused = await self._ask(member, {**asked, "open": number, "proof": proof.hex()})
+            if not refused:
+                uuid = member.facts.gpu_uuid if member.facts is not None else ""
+                region = self._regions[number] = DeviceRegion(
+                    number=number, handle=handle, offset=offset, size=size, gpu_uuid=uuid, member=member
+                )
+                return region
+            refusals.append(refused)
+        # Of several ranks the one that could open it knows best what is wrong.
+        best = next((each for each in refusals if each["field"] not in ("handle", "gpu_uuid")), refusals[0])
+        raise InvalidRequest(f"{best['field']}: {best['text']}", field=best["field"])
+
+    def close(self, region: DeviceRegion) -> None:
+        """The rank closes it after the steps that it has been sent. Twice is once."""
+        if self._regions.pop(region.number, None) is not None and region.member is not None:
+            self._tell_closed(region.member, region.number)
+
+    def rank_of(self, number: int) -> int:
+        """Which rank has a region open now. Raises InvalidRequest where none will, NotReady where none has at the moment."""
+        region = self._regions.get(number)
+        if region is None:
+            raise InvalidRequest("region: it was unregistered meanwhile", field="region")
+        if region.lost:
+            text = f"region: it cannot be opened again after a rank was replaced ({region.lost}); register it again"
+            raise InvalidRequest(text, field="region")
+        if region.member is None or region.member not in self._members():
+            raise NotReady(f"region: no rank computes on GPU {region.gpu_uuid} now; send the request again later")
+        return self._members().index(region.member)
+
+    async def reopen(self) -> None:
+        """After ranks have changed: what new ones of the same GPUs must open. Raises RankLost."""
+        for region in list(self._regions.values()):
+            if region.lost or (region.member in self._members() and region.member is not None):
+                continue
+            region.member = None
+            for member in self._candidates(region.gpu_uuid, None):
+                asked = {
+                    "open": region.number,
+                    "handle": region.handle.hex(),
+                    "offset": region.offset,
+                    "size": region.size,
+                }
+                refused = await self._ask(member, {**asked, "proof": ""})
+                if region.number not in self._regions:
+                    self._tell_closed(member, region.number)  # it was unregistered meanwhile
+                elif refused:
+                    region.lost = refused["text"]
+                    log.warning("region %d of GPU %s: %s", region.number, region.gpu_uuid, region.lost)
+                else:
+                    region.member = member
+                break
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    @property
+    def offered(self) -> bool:
+        """Whether any rank of this host computes on a GPU."""
+        return bool(self._candidates("", None))
+
+    def _candidates(self, gpu_uuid: str, device_id: int | None) -> Sequence[Member]:
+        wanted = gpu_uuid.lower().removeprefix("gpu-")
+        found = []
+        for member in self._members():
+            facts = member.facts
+            if facts is None or not facts.gpu_uuid or member.link is None or not member.link.local or not member.alive:
+                continue
+            if not wanted or facts.gpu_uuid.lower().removeprefix("gpu-") == wanted:
+                found.append(member)
+        found.sort(key=lambda member: member.facts is None or member.facts.visible != str(device_id))
+        return found[:1] if wanted else found
+
+    def _nobody(self, gpu_uuid: str) -> str:
+        here = sorted({each.facts.gpu_uuid for each in self._candidates("", None) if each.facts is not None})
+        which = f"GPU {gpu_uuid[:60]}" if gpu_uuid else "a GPU"
+        there = f"those here compute on {', '.join(here)}" if here else "those here compute on none"
+        return f"gpu_uuid: no rank of this host computes on {which} ({there}); use a region of system memory"
+
+    async def _ask(self, member: Member, asked: dict[str, Any]) -> dict[str, str]:
+        """What the rank refuses; empty: it has done it. Raises NotReady."""
+        assert member.link is not None
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                answer = await asyncio.shield(member.link.ask({"region": asked}))
+        except RankLost as error:
+            raise NotReady(f"region: the rank that was to open it is gone ({error}); register it again later") from None
+        except BaseException as error:
+            self._tell_closed(member, asked["open"])  # it may yet open it
+            if isinstance(error, TimeoutError):
+                text = (
+                    f"region: rank {member.rank} has not opened it within {OPEN_TIMEOUT_S:g} s; register it again later"
+                )
+                raise NotReady(text) from None
+            raise
+        return answer.get("refused", {})
+
+    def _tell_closed(self, member: Member, number: int) -> None:
+        if member.link is not None and not member.link.lost:
+            asked = member.link.ask({"region": {"close": number}})
+            asked.add_done_callback(
+                lambda each: each.cancelled() or each.exception()
+            )  # the end of a link is told elsewhere

@@ -1,0 +1,250 @@
+"""One rank as the engine sees it: its actor, its process, its data path. Calls with deadlines, reports instead of raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from epserve.config import Config
+from epserve.errors import ConfigError, EpserveError
+from epserve.link.door import LinkAddress
+from epserve.link.failure import Failure, RankLost, root_cause
+from epserve.link.transport import SocketLink
+from epserve.modular_kernel.measured.selection import Choice
+from epserve.rank.actor import RankActor
+from epserve.rank.expert_load import LoadTotals
+from epserve.rank.reports import Outcome, Pulse, RankFacts
+from epserve.rank.step import Arrangement, LoadReport
+
+from .agent import NodeAgent
+from .ray_cluster import Place
+
+log = logging.getLogger(__name__)
+
+GROUPS = {"work": 1, "background": 1, "control": 2}
+KILL_TIMEOUT_S = 2.0
+LOAD_TIMEOUT_S = 2.0
+
+
+async def answer(reference, timeout: float) -> Any:
+    """The value of a Ray call; raises TimeoutError or RayError."""
+
+    async def value():
+        return await reference
+
+    return await asyncio.wait_for(value(), timeout)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping. `rank` -1: a spare.
+
+    `place` None: a standby. `stood_by`: it was one.
+    """
+
+    rank: int
+    actor: Any
+    place: Place | None = None
+    stood_by: bool = False
+    facts: RankFacts | None = None
+    report: LoadReport | None = None
+    link: SocketLink | None = None
+    pulse: Pulse | None = None
+    put_down: bool = False
+    """Its process was ended because it could not leave a step that another rank had made fail."""
+    experts_choices: tuple[Choice, ...] = ()
+    """What it measured when the present group was made."""
+    hands_out: LinkAddress | None = None
+    """Where its experts can be had; there once experts have moved."""
+
+    @classmethod
+    def create(cls, config: Config, rank: int, *, device: str, place: Place) -> Member:
+        cpus, gpus = config.cluster.cpus_per_rank, config.cluster.gpus_per_rank if device == "cuda" else 0
+        where = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=place.bundle)
+        options = _actor_class().options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where)
+        return cls(rank=rank, actor=options.remote(config, device), place=place)
+
+    @classmethod
+    def stand_by(cls, config: Config, node_id: str, *, device: str) -> Member:
+        """A process on this node for which Ray sets nothing aside; `stand_by` is the call that comes next."""
+        where = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        options = _actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where)
+        return cls(rank=-1, actor=options.remote(config, device))
+
+    def occupy(self, rank: int, place: Place) -> None:
+        """A standby moves into a place that somebody left. What goes wrong is told by the call that comes next."""
+        assert place.last is not None
+        self.rank, self.place, self.stood_by = rank, place, True
+        self.actor.call.remote("occupy", place.last)
+
+    @property
+    def alive(self) -> bool:
+        return self.link is not None and not self.link.lost
+
+    @property
+    def where(self) -> str:
+        if self.facts is None:
+            return "not placed yet"
+        return f"node {self.facts.node_ip}, process {self.facts.pid}, {self.facts.gpu_uuid or self.facts.device}"
+
+    async def call(self, method: str, *args, timeout: float, background: bool = False) -> Outcome:
+        """Never raises: a process that is gone or silent is a failure like any other."""
+        remote = self.actor.background if background else self.actor.call
+        try:
+            return await answer(remote.remote(method, *args), timeout)
+        except TimeoutError:
+            return self._failed(method, f"no answer within {timeout:g} s", consequence=True)
+        except RayError as error:
+            return self._failed(method, f"process gone ({_reason(error)})", consequence=False)
+
+    async def take_over(self, arrangement: Arrangement, welcome: Any, here: str, *, timeout: float) -> Any:
+        """A spare or standby becomes a rank: its facts, its address, its report. Raises what is wrong."""
+        assert self.facts is not None
+        local = self.facts.node_id == here
+        (answered,) = await call_all([self], "take_over", arrangement, welcome, local, timeout=timeout, numbered=True)
+        return answered
+
+    async def ping(self, timeout: float) -> bool:
+        """Whether the process answers."""
+        try:
+            self.pulse = await answer(self.actor.ping.remote(), timeout)
+        except (TimeoutError, RayError):
+            return False
+        return True
+
+    async def read_load(self, totals: LoadTotals) -> None:
+        """Add what this rank counted. A rank that does not answer keeps its last counts; the next ping judges it."""
+        assert self.facts is not None
+        with contextlib.suppress(TimeoutError, RayError):
+            counts = await answer(self.actor.load_counts.remote(), LOAD_TIMEOUT_S)
+            totals.update((self.facts.node_id, self.facts.pid), counts)
+
+    async def beat(self, timeout: float) -> bool:
+        """Whether the thread that runs the steps answers. While a step runs, its own deadline counts instead."""
+        if self.link is None or self.link.num_pending:
+            return True
+        beat = self.link.beat()
+        beat.add_done_callback(lambda each: each.cancelled() or each.exception())  # the end of a link is told elsewhere
+        done, _ = await asyncio.wait([beat], timeout=timeout)
+        return bool(done)
+
+    def discard(self) -> None:
+        """Forget a rank whose process is gone or about to go."""
+        if self.link is not None:
+            self.link.close()
+        with contextlib.suppress(RayError):
+            ray.kill(self.actor, no_restart=True)
+
+    def _failed(self, method: str, message: str, *, consequence: bool) -> Outcome:
+        failure = Failure(rank=self.rank, phase=method, step=-1, message=message, consequence=consequence)
+        return Outcome(failure=failure)
+
+
+def _actor_class() -> Any:
+    # No restarts and no retries by Ray: a restarted rank would be outside the process group.
+    return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(RankActor)  # type: ignore[call-overload]
+
+
+async def call_all(
+    members: Sequence[Member], method: str, *args, timeout: float, numbered: bool = False, background: bool = False
+) -> list[Any]:
+    """The method on all members at once; their values, or the root cause of all failures as an exception.
+
+    numbered: each gets its rank before the other arguments.
+    """
+
+    def one(member: Member):
+        rank = (member.rank,) if numbered else ()
+        return member.call(method, *rank, *args, timeout=timeout, background=background)
+
+    outcomes = await asyncio.gather(*map(one, members))
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    if failures:
+        raise as_error(root_cause(failures))
+    return [outcome.value for outcome in outcomes]
+
+
+def as_error(failure: Failure) -> EpserveError:
+    if failure.error is not None:
+        return failure.error
+    log.debug("%s\n%s", failure.describe(), failure.trace)
+    return RankLost(failure)
+
+
+def check_gpus(facts: Sequence[RankFacts], ranks_per_gpu: int = 1) -> None:
+    """Two ranks on one GPU would share its memory and deadlock in NCCL, unless they were told to. Raises ConfigError with the
+    reason where a GPU has more than `ranks_per_gpu`."""
+    owners: dict[str, list[RankFacts]] = {}
+    for each in facts:
+        if not each.gpu_uuid:
+            continue
+        others = owners.setdefault(each.gpu_uuid, [])
+        if len(others) == ranks_per_gpu:
+            named = ", ".join(str(other.rank) for other in others)
+            who = f"ranks {named} and {each.rank} on node {each.node_ip} {'both' if ranks_per_gpu == 1 else 'all'}"
+            allowed = f", cluster.gpus_per_rank allows {ranks_per_gpu}" if ranks_per_gpu > 1 else ""
+            raise ConfigError(
+                f"{who} see GPU {each.gpu_uuid}{allowed}: Ray did not set CUDA_VISIBLE_DEVICES for them. Unset"
+                " RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+                + (
+                    ""
+                    if ranks_per_gpu > 1
+                    else ", and leave cluster.gpus_per_rank at 1; below 1 ranks share GPUs, for trials"
+                )
+            )
+        others.append(each)
+
+
+class Agents:
+    """A small actor on each node that holds ranks; it ends hung processes there."""
+
+    def __init__(self):
+        self._agents: dict[str, Any] = {}
+
+    def cover(self, node_ids: Sequence[str]) -> None:
+        for node_id in set(node_ids) - set(self._agents):
+            place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            actor_class: Any = ray.remote(max_restarts=-1)(NodeAgent)
+            self._agents[node_id] = actor_class.options(num_cpus=0, scheduling_strategy=place).remote()
+
+    async def kill(self, facts: RankFacts) -> bool:
+        """SIGKILL. False: the node does not answer; its processes may be gone with it, or behind a cut cable."""
+        agent = self._agents.get(facts.node_id)
+        if agent is None:
+            return False
+        try:
+            await answer(agent.kill.remote(facts.pid), KILL_TIMEOUT_S)
+        except (TimeoutError, RayError) as error:
+            log.warning("node %s: cannot end process %d: %s", facts.node_ip, facts.pid, type(error).__name__)
+            return False
+        return True
+
+    def close(self) -> None:
+        for agent in self._agents.values():
+            with contextlib.suppress(RayError):
+                ray.kill(agent)
+        self._agents.clear()
+
+
+def who(members: Sequence[Member]) -> str:
+    """Ranks, where they are, and what they were last seen at."""
+    return "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in members)
+
+
+def last_seen(member: Member) -> str:
+    """At what, as its last ping told; empty before the first."""
+    return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""
+
+
+def _reason(error: RayError) -> str:
+    """Ray's name for it; of a process that ended while it started, the exception that ended it, which nobody else tells."""
+    text = str(error).strip()
+    return text.splitlines()[-1].strip() if "in its creation task" in text else type(error).__name__

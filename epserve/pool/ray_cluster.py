@@ -1,0 +1,264 @@
+"""The Ray cluster: one of our own that ends with us, or a running one that we join and leave as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from epserve.config import Config
+from epserve.errors import ConfigError, NotReady
+from epserve.process import logs
+from epserve.process.ray_settings import FOR_US_ALONE, OWN_SIGNALS
+from epserve.rank.reports import RankFacts
+
+from .own_ray import OwnRay, on_loopback
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+POLL_S = 1.0
+OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
+OTHER_VERSION = "Version mismatch"
+SHOWN_CHARACTERS = 600
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
+
+
+@dataclass(slots=True)
+class Cluster:
+    """`joined`: this process connected and disconnects. `own`: it also started the cluster and removes its files."""
+
+    joined: bool
+    namespace: str
+    control: str = ""
+    """host:port of Ray's control service."""
+    own: OwnRay | None = None
+
+    @classmethod
+    def connect(cls, config: Config) -> Cluster:
+        """Blocks for some seconds. Raises ConfigError within 30 s when a given address cannot be reached."""
+        address = config.cluster.address
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if FOR_US_ALONE:
+            os.environ.pop(OWN_SIGNALS, None)
+        _plain_excepthook()
+        logs.adopt("ray")
+        namespace = f"epserve-{secrets.token_hex(4)}"
+        if ray.is_initialized():
+            return cls(joined=False, namespace=namespace, control=_control())
+        common: dict[str, Any] = {
+            "namespace": namespace,
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
+        if address == "local":
+            cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
+            try:
+                own = OwnRay()
+                with _quiet():
+                    own.start(
+                        num_cpus=max(cpus, os.cpu_count() or 1),
+                        include_dashboard=False,
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        **common,
+                    )
+            except ConfigError:
+                raise
+            except Exception as error:
+                log.debug("Ray did not start", exc_info=True)
+                raise ConfigError(f"Ray did not start on this machine: {_one_line(error)}") from None
+            return cls(joined=True, namespace=namespace, control=_control(), own=own)
+        only_here = _probe(address)
+        try:
+            with _quiet(), on_loopback() if only_here else contextlib.nullcontext():
+                ray.init(address=address, **common)
+        except Exception as error:  # Ray raises a different class for each stage of connecting
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r}: {_one_line(error)}{_hint(address, error)}"
+            ) from None
+        return cls(joined=True, namespace=namespace, control=_control())
+
+    def answers(self) -> bool:
+        """Whether Ray's control service is there; blocks for up to two seconds.
+
+        NOTE: once it is gone, every call of Ray blocks, and after 60 s Ray ends the process that made it. A signal to
+        the whole process group (`timeout`, a service manager) takes it away before us.
+        """
+        host, _, port = self.control.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Blocks for about a second, for ten where the control service is gone. A cluster that was running before stays."""
+        if self.joined and ray.is_initialized():
+            with _quiet():
+                ray.shutdown()
+        if self.own is not None:
+            self.own.close()
+        self.joined, self.own = False, None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One bundle of a placement group: room for one rank. `last`: who was there, where somebody was."""
+
+    group: PlacementGroup
+    bundle: int
+    last: RankFacts | None = None
+
+
+class Gang:
+    """One placement group with a bundle for each rank and spare: all of them start, or none. More groups as it grows."""
+
+    def __init__(self, config: Config, device: str):
+        self._config, self._device = config, device
+        self._groups: list[PlacementGroup] = []
+        self._free: list[Place] = []
+        self._given_up = threading.Event()
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        cluster = self._config.cluster
+        bundle = {"CPU": max(cluster.cpus_per_rank, 0.001)}  # Ray refuses an empty bundle
+        if self._device == "cuda":
+            bundle["GPU"] = cluster.gpus_per_rank
+        return bundle
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, nodes: Collection[str] = ()) -> Place:
+        """A free place; one that was on one of these nodes, by id, where there is such a one."""
+        known = (
+            index for index, place in enumerate(self._free) if place.last is not None and place.last.node_id in nodes
+        )
+        return self._free.pop(next(known, 0))
+
+    def give(self, place: Place, last: RankFacts | None = None) -> None:
+        """Back again. last: who leaves it; None: nobody knows where it is."""
+        self._free.append(replace(place, last=last))
+
+    def reserve(self, more: int) -> None:
+        """Blocks until there is a place for `more` ranks; ConfigError with both numbers when the cluster cannot hold them."""
+        config, bundle = self._config, self.bundle
+        ranks, have = len(self._places()) + more, ray.cluster_resources()
+        short = [
+            f"{ranks} ranks need {ranks * amount:g} {name}, the cluster has {have.get(name, 0):g}"
+            for name, amount in bundle.items()
+            if ranks * amount > have.get(name, 0) + 1e-6
+        ]
+        if short:
+            remedy = "add nodes or lower engine.ranks"
+            if "GPU" in bundle and not have.get("GPU"):
+                remedy = "add nodes with GPUs, or set engine.device: cpu"
+            raise ConfigError(f"the Ray cluster is too small: {'; '.join(short)}; {remedy}")
+        group = placement_group([bundle] * more, strategy=config.cluster.placement)
+        self._groups.append(group)
+        end = time.monotonic() + config.cluster.start_timeout_s
+        while not group.wait(max(min(POLL_S, end - time.monotonic()), 0)):
+            if self._given_up.is_set():
+                raise NotReady("stopped while the ranks waited for a place")
+            if time.monotonic() < end:
+                continue
+            self._groups.remove(group)
+            free = {name: ray.available_resources().get(name, 0) for name in bundle}
+            remove_placement_group(group)
+            raise ConfigError(
+                f"no place for {more} ranks of {bundle} with placement {config.cluster.placement} on"
+                f" {len(ray.nodes())} nodes within {config.cluster.start_timeout_s:g} s; free now: {free}"
+            )
+        self._free += [Place(group, bundle) for bundle in range(more)]
+
+    def _places(self) -> list[Place]:
+        return [Place(group, bundle) for group in self._groups for bundle in range(group.bundle_count)]
+
+    def give_up(self) -> None:
+        """`reserve` ends within a second, whatever it waits for."""
+        self._given_up.set()
+
+    def release(self) -> None:
+        for group in self._groups if ray.is_initialized() else ():
+            remove_placement_group(group)
+        self._groups.clear()
+        self._free.clear()
+
+
+def _probe(address: str) -> bool:
+    """Whether the cluster listens on loopback only. Raises ConfigError where nothing listens.
+
+    A port that nothing listens on costs Ray 20 s and a page of log. A plain connection tells at once.
+    """
+    if address == "auto":
+        return False
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address {address!r} is not 'local', 'auto' or host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address, error)}") from None
+    if host not in LOOPBACK:
+        return False
+    try:  # where Ray looks instead when it is told one of these
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return False
+
+
+def _plain_excepthook() -> None:
+    """Uncaught exceptions are printed, and nothing else.
+
+    NOTE: Ray's hook first reports them to its control service. With Ray 2.60 that call does not return: after 60 s Ray ends
+    the process with "Failed to connect to GCS", and the exception itself is never seen.
+    """
+    if sys.excepthook.__module__.startswith("ray."):
+        sys.excepthook = sys.__excepthook__
+
+
+def _control() -> str:
+    return ray.get_runtime_context().gcs_address
+
+
+def _hint(address: str, error: Exception) -> str:
+    if OTHER_VERSION in str(error):
+        return "; start epserve with the cluster's versions of Ray and Python, or the cluster with these"
+    if os.environ.get("RAY_AUTH_MODE") is None and address != "auto":
+        return "; does it run, and does it ask for a token (RAY_AUTH_MODE=token, ~/.ray/auth_token)?"
+    return "; does it run there (`ray status`)?"
+
+
+def _one_line(error: Exception) -> str:
+    """All that Ray says: its first line alone often ends in a colon."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Ray announces itself on its logger, whatever it is told."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

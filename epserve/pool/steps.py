@@ -1,0 +1,139 @@
+"""The steps of a pool: to all ranks before any answer is awaited, and whose fault it is when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from epserve.errors import RankFailed
+from epserve.link.failure import Failure, RankLost, root_cause
+from epserve.rank.device_memory import as_json
+from epserve.rank.step import StepPlan
+
+from .members import Member, who
+from .ranks import Ranks
+from .supervisor import SETTLE_S, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class PoolSteps:
+    """`tokens_done`: by rank."""
+
+    def __init__(self, ranks: Ranks, supervisor: Supervisor):
+        self._ranks, self._supervisor = ranks, supervisor
+        self.tokens_done: dict[int, int] = {}
+        self._phases: dict[int, tuple[dict[str, float], ...]] = {}
+
+    async def run(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.
+
+        Raises RankFailed; recovery is then under way and the same step may be run again after it.
+        """
+        ranks = self._ranks
+        if not ranks.serving.is_set():
+            raise RankFailed("the ranks are being rebuilt")
+        shape = ranks.plan.spec.shape
+        on_devices = plan.device_rows or ((),) * len(plan.tokens_per_rank)
+        # Rows of each rank whose result comes here; the others go to where their requests want them on the rank's GPU.
+        coming = [
+            sum(part.rows for part in parts if part.target is None) if parts else count
+            for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
+        ]
+        out_MK = ranks.empty((sum(coming), shape.hidden), shape.dtype)
+        header = {
+            "step": plan.step,
+            "generation": ranks.generation,
+            "layer": plan.layer,
+            "mode": plan.mode,
+            "tokens_per_rank": plan.tokens_per_rank,
+            "placement": ranks.arrangement.placements[plan.layer].version,
+        }
+        missing = ranks.arrangement.placements[plan.layer].missing
+        shares = plan.shares if missing else ()
+        futures: list[asyncio.Future[dict[str, Any]]] = []
+        first = 0
+        # No await between the submissions: every rank sees the steps in one order.
+        members = list(ranks.members)
+        for member, shard, parts, count in zip(members, shards, on_devices, coming, strict=True):
+            assert member.link is not None
+            more: dict[str, Any] = {"device": as_json(parts)} if parts else {}
+            if shares:
+                more["parts"] = [rows for _, rows in shares[len(futures)]]
+            futures.append(member.link.submit({**header, **more}, shard, out_MK[first : first + count]))
+            first += count
+        running = self._ranks.running[plan.step] = asyncio.get_running_loop().create_future()
+        try:
+            await self._finish(plan, futures, members)
+        finally:
+            del self._ranks.running[plan.step]
+            running.set_result(None)
+        ranks.tokens_total += sum(plan.tokens_per_rank)
+        for member, count in zip(members, plan.tokens_per_rank, strict=True):
+            self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
+        self._phases[plan.step] = tuple(future.result().get("phases", {}) for future in futures)
+        for share, future in zip(shares, futures, strict=False):
+            for part, experts in future.result().get("left_out", ()):
+                plan.left_out.setdefault(share[part][0], set()).update(experts)
+        if plan.device_rows:
+            for mine, future in zip(plan.shares, futures, strict=True):
+                told = future.result()
+                plan.refused.update({mine[part][0]: why for part, why in told.get("refused", ())})
+                # What is tied to a rank has all its rows there.
+                plan.not_finite.update({mine[part][0]: rows for part, rows in told.get("not_finite", ())})
+        return out_MK
+
+    def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
+        """Each rank's seconds by phase, once, after `step` has returned."""
+        return self._phases.pop(step, ())
+
+    async def _finish(
+        self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]
+    ) -> None:
+        ranks = self._ranks
+        # Steps in front of this one on the ranks count against its time too.
+        limit = ranks.config.scheduler.step_timeout_s * len(self._ranks.running)
+        _, waiting = await asyncio.wait(futures, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        failures = _failures(futures)
+        if not failures and not waiting:
+            return
+        if not failures:
+            late = [members[rank] for rank, future in enumerate(futures) if future in waiting]
+            text = f"step {plan.step} of layer {plan.layer}: no answer within {limit:g} s from {who(late)}"
+            self._supervisor.fail(text)
+            _ignore(waiting)
+            raise RankFailed(text)
+        self._supervisor.fail(_describe(root_cause(failures), members))
+        if waiting:  # peers report within milliseconds; the first report is not always the cause
+            _, waiting = await asyncio.wait(futures, timeout=SETTLE_S)
+            failures = _failures(futures)
+            _ignore(waiting)
+        # Who is put down because it cannot leave the step is not the cause of it.
+        failures = [replace(each, consequence=each.consequence or members[each.rank].put_down) for each in failures]
+        cause = root_cause(failures)
+        self._supervisor.blame(members[cause.rank], cause)
+        text = self._supervisor.cause = _describe(cause, members)
+        log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
+        raise RankFailed(text)
+
+
+def _describe(failure: Failure, members: Sequence[Member]) -> str:
+    """Rank, step and phase, what happened, and where."""
+    return f"{failure.describe()} [{members[failure.rank].where}]"
+
+
+def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:
+    """Of those that have ended, in the order of ranks."""
+    errors = [(rank, future.exception()) for rank, future in enumerate(futures) if future.done()]
+    return [replace(error.failure, rank=rank) for rank, error in errors if isinstance(error, RankLost)]
+
+
+def _ignore(futures: set[asyncio.Future[dict[str, Any]]]) -> None:
+    """Their exceptions come later and are nobody's business any more."""
+    for future in futures:
+        future.add_done_callback(lambda each: each.exception())

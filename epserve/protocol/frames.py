@@ -1,0 +1,155 @@
+"""Frames of a stream as bytes, with one copy of a tensor's data on each side where protobuf makes three.
+
+The bytes are those of RequestFrame and ReplyFrame, which number their fields alike: any client in any language fits. A part
+that is written in the order of its fields, as everybody writes it, is taken apart here, a whole request or reply in
+messages.py; whatever looks otherwise is protobuf's to read or to refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from . import epserve_pb2 as pb
+from . import epserve_pb2_grpc as pb_grpc
+from . import messages
+from .messages import Outgoing, Received, read_varint, varint
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+CALL, BEGIN, PART, FIELD, DATA = 0x08, 0x12, 0x1A, 0x08, 0x12
+"""Tags: call = 1 and field = 1 are varints; begin = 2, part = 3 and data = 2 have a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """As pb.Part. `data` is a view of somebody's memory."""
+
+    field: pb.Field
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PartFrame:
+    """As a RequestFrame or ReplyFrame with a part."""
+
+    call: int
+    part: Piece
+
+    def WhichOneof(self, _: str) -> str:
+        return "part"
+
+
+@dataclass(frozen=True, slots=True)
+class BeginFrame:
+    """As a RequestFrame or ReplyFrame with a whole request or reply."""
+
+    call: int
+    begin: Received | Outgoing
+
+    def WhichOneof(self, _: str) -> str:
+        return "begin"
+
+
+def begin_frame(call: int, header: Any, tensors: Any) -> BeginFrame:
+    return BeginFrame(call, Outgoing(header, tensors))
+
+
+def part_frame(call: int, field: pb.Field, data: memoryview) -> PartFrame:
+    return PartFrame(call, Piece(field, data))
+
+
+def serialise(frame: Any) -> bytes:
+    """A frame of this module, or protobuf's own."""
+    if isinstance(frame, BeginFrame):
+        assert isinstance(frame.begin, Outgoing)
+        parts = messages.parts(frame.begin)
+        return b"".join((_call(frame), b"%c%b" % (BEGIN, varint(sum(map(len, parts)))), *parts))
+    if not isinstance(frame, PartFrame):
+        return frame.SerializeToString()
+    data = frame.part.data
+    inner = b"%c%b%c%b" % (FIELD, varint(frame.part.field), DATA, varint(len(data)))
+    return b"".join((_call(frame), b"%c%b" % (PART, varint(len(inner) + len(data))), inner, data))
+
+
+def _call(frame: PartFrame | BeginFrame) -> bytes:
+    return b"%c%b" % (CALL, varint(frame.call)) if frame.call else b""
+
+
+def parse_request(data: bytes) -> pb.RequestFrame | PartFrame | BeginFrame:
+    """Raises DecodeError."""
+    return _frame(data, pb.ForwardRequest) or pb.RequestFrame.FromString(data)
+
+
+def parse_reply(data: bytes) -> pb.ReplyFrame | PartFrame | BeginFrame:
+    """Raises DecodeError."""
+    return _frame(data, pb.ForwardReply) or pb.ReplyFrame.FromString(data)
+
+
+def begun(frame: Any) -> Received:
+    """The request or reply of a frame that came with one."""
+    if not isinstance(frame, BeginFrame):
+        return Received(frame.begin)
+    assert isinstance(frame.begin, Received)
+    return frame.begin
+
+
+def experts_stub(channel: Any) -> pb_grpc.ExpertsStub:
+    """Of a channel, asyncio's or not: the generated one but for Forward, which takes Outgoing and gives Received, and for the
+    stream's frames."""
+    made = pb_grpc.ExpertsStub(channel)
+    made.Forward = channel.unary_unary(
+        f"/{SERVICE}/Forward",
+        request_serializer=messages.serialise,
+        response_deserializer=messages.parse_reply,
+        _registered_method=True,
+    )
+    made.ForwardStream = channel.stream_stream(
+        f"/{SERVICE}/ForwardStream",
+        request_serializer=serialise,
+        response_deserializer=parse_reply,
+        _registered_method=True,
+    )
+    return made
+
+
+def add_experts_servicer(servicer: Any, server: grpc.aio.Server) -> None:
+    """As the generated function, but Forward gets Received and gives Outgoing, and the stream has frames of this module."""
+    pb_grpc.add_ExpertsServicer_to_server(servicer, server)
+    methods = {
+        "Forward": grpc.unary_unary_rpc_method_handler(
+            servicer.Forward, request_deserializer=messages.parse_request, response_serializer=messages.serialise
+        ),
+        "ForwardStream": grpc.stream_stream_rpc_method_handler(
+            servicer.ForwardStream, request_deserializer=parse_request, response_serializer=serialise
+        ),
+    }
+    # NOTE: registered handlers count before generic ones, and of two with one name the later one.
+    server.add_registered_method_handlers(SERVICE, methods)  # type: ignore[attr-defined]  # the stubs lack it
+
+
+def _frame(data: bytes, kind: Any) -> PartFrame | BeginFrame | None:
+    """None: not a part or a whole request in the usual order, or not whole. Raises DecodeError."""
+    try:
+        call, at = 0, 0
+        if data[0] == CALL:
+            call, at = read_varint(data, 1)
+        if data[at] == BEGIN and len(data) > messages.WORTH_BYTES:
+            size, at = read_varint(data, at + 1)
+            return BeginFrame(call, messages.received(kind, data, at)) if at + size == len(data) else None
+        if data[at] != PART:
+            return None
+        size, at = read_varint(data, at + 1)
+        if at + size != len(data) or data[at] != FIELD:
+            return None
+        field, at = read_varint(data, at + 1)
+        if field not in _FIELDS or data[at] != DATA:
+            return None
+        size, at = read_varint(data, at + 1)
+    except IndexError:
+        return None
+    return PartFrame(call, Piece(field, memoryview(data)[at:])) if at + size == len(data) else None  # type: ignore[arg-type]
+
+
+_FIELDS = frozenset(pb.Field.values())

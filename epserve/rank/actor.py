@@ -1,0 +1,366 @@
+"""The Ray shell of one rank."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+import ray
+import torch
+
+from epserve.config import Config
+from epserve.errors import CheckpointError, InternalError, NotReady
+from epserve.link.door import LinkAddress
+from epserve.link.failure import from_exception
+from epserve.link.step_server import Later, Reply, StepServer
+from epserve.models import UnchangedCheckpoint, open_checkpoint
+from epserve.modular_kernel import RankContext
+from epserve.process import allocator, logs
+
+from . import groups
+from .device_memory import CudaMemory, DeviceMemory, RankRegions
+from .endings import start_ticks, wait_for_end
+from .groups import GroupAddress, hang_up
+from .placement import Placement
+from .reports import Outcome, Pulse, RankFacts, Standing
+from .setup import plan as rank_plan
+from .setup.backends import Chosen
+from .step import Arrangement, Counters, LoadReport
+from .steps import RankSteps
+from .weights.copies import HostCopies
+from .weights.hand_over import ExpertServer, PeerSource
+from .weights.newcomers import Holders, Welcome, open_unchanged, sources_for
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
+TRIM_S = 15.0
+"""How often a CPU rank, whose batches of all sizes are its heap, gives free memory back to the system."""
+
+
+class RankActor:
+    """Ray's view of a Worker. `call` runs one method at a time; `background`, `ping` and `abort` have their own threads.
+
+    A spare is one without a rank: `warm` instead of `set_up`, which then comes when it takes a rank over. A standby has
+    neither rank nor device: `stand_by` first, then `occupy`, then it goes on as either of them.
+    """
+
+    def __init__(self, config: Config, device: str):
+        self._config, self._device_kind = config, device
+        self._rank, self._device = -1, torch.device("cpu")
+        allocator.settle()
+        self._trimmed = time.monotonic()
+        logs.configure(config.server.log_format, level=logging.INFO, members=lambda: {"rank": self._rank})
+        self._checkpoint: UnchangedCheckpoint | None = None
+        self._copies: HostCopies | None = None
+        self._worker: Worker | None = None
+        self._server: StepServer | None = None
+        self._experts: ExpertServer | None = None
+        self._steps = RankSteps(self._poison)
+        self._newest = -1  # generation of the last group that was to be joined
+        self._before_me: RankFacts | None = None
+
+    @ray.method(concurrency_group="work")
+    def call(self, method: str, *args) -> Outcome:
+        return self._run_method(method, *args)
+
+    @ray.method(concurrency_group="background")
+    def background(self, method: str, *args) -> Outcome:
+        """For what may take long while steps run."""
+        return self._run_method(method, *args)
+
+    def _run_method(self, method: str, *args) -> Outcome:
+        try:
+            return Outcome(value=getattr(self, "_" + method)(*args))
+        except Exception as error:
+            failure = from_exception(error, rank=self._rank, phase=method)
+        if method == "join":
+            self._poison()
+        return Outcome(failure=failure)
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> Pulse:
+        worker = self._worker
+        if self._device_kind == "cpu" and time.monotonic() - self._trimmed > TRIM_S:
+            self._trimmed = time.monotonic()
+            allocator.trim()
+        step = self._steps.step
+        seconds = time.monotonic() - self._steps.started if step >= 0 else 0.0
+        phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
+        late = worker.late_compiles if worker is not None else 0
+        return Pulse(phase=phase, step=step, step_seconds=seconds, counters=counters, late_compiles=late)
+
+    @ray.method(concurrency_group="control")
+    def load_counts(self) -> bytes:
+        """Tokens of each served layer and logical expert (`LoadCounter.read`)."""
+        return self._worker.load_counter.read() if self._worker is not None else b""
+
+    @ray.method(concurrency_group="control")
+    def abort(self, generation: int, unreachable: list[str]) -> None:
+        """End operations that wait for a rank which is gone, in the group of this generation: a call that comes late ends no
+        later one.
+
+        Gloo needs no help where the process has ended: its sockets break. Behind a cut cable they do not, and gloo would wait
+        for its timeout: so the connections to nodes that are `unreachable` (addresses) are ended at this end.
+        """
+        if self._newest > generation:
+            return
+        self._steps.aborted = generation  # first: what such an operation leaves behind must not be taken for a result
+        hang_up(unreachable)
+        if self._worker is not None:
+            try:
+                self._worker.kernels.interrupt()
+            except Exception:
+                # Then their own deadline ends the waits; what this thread must still do comes next.
+                log.exception("rank %d: ending the device's waits", self._rank)
+        if self._device.type == "cuda":
+            groups.leave(self._device)
+
+    def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
+        """All that costs time and needs neither device nor weights: imports. Which GPU it will be is not known yet."""
+        torch.set_num_threads(1)
+        try:
+            open_checkpoint(self._config.model.path, self._config.model.dtype)
+        except CheckpointError as error:  # it may be back by then, or other ranks have what is needed
+            log.warning("this standby found no checkpoint: %s", error)
+        for each in chosen:
+            backends = each.as_backends()
+            backends.all2all.get(each.all2all)
+            for name in (each.experts, *each.rivals):
+                backends.experts.get(name)
+        if _driver_started():  # it has read CUDA_VISIBLE_DEVICES then, which is not right yet
+            raise InternalError(
+                "something that was imported has started CUDA: a standby could not choose its GPU any more"
+            )
+        gc.freeze()
+        return self._facts("")
+
+    def _occupy(self, before_me: RankFacts) -> None:
+        """The place of a process that is gone. `set_up` or `warm` comes next, and takes its device."""
+        self._before_me = before_me
+
+    def _warm(self, welcome: Welcome) -> RankFacts:
+        """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
+        uuid = self._take_device()
+        checkpoint = None
+        try:
+            checkpoint = self._checkpoint = open_unchanged(self._config.model, welcome.start)
+        except CheckpointError as error:
+            if not self._config.engine.redundant_experts:
+                raise
+            log.warning("this spare can take over where other ranks have copies only: %s", error)
+        info = checkpoint.info if checkpoint is not None else welcome.info
+        plan = rank_plan.plan_ranks(self._config, info, device=self._device.type)
+        plan.chosen.as_backends().experts.get(plan.chosen.experts)  # imports it
+        if checkpoint is not None and self._config.engine.spare_weights == "host":
+            try:
+                checkpoint.serve_as(plan.served)
+                self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
+            except NotReady as error:  # a spare that reads files is better than none
+                log.warning("this spare will read the checkpoint when it takes over: %s", error)
+        gc.freeze()
+        return self._facts(uuid)
+
+    def _take_over(
+        self, rank: int, arrangement: Arrangement, welcome: Welcome, local: bool
+    ) -> tuple[RankFacts, LinkAddress, LoadReport]:
+        return self._set_up(rank, arrangement, welcome), self._listen(local), self._load()
+
+    def _take_device(self) -> str:
+        """The GPU's id; empty on a CPU."""
+        torch.set_num_threads(1)
+        self._device = torch.device("cpu")
+        if (before := self._before_me) is not None:
+            wait_for_end(before)  # until then its memory is not free, here and on the GPU
+        if self._device_kind != "cuda":
+            return ""
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before.visible  # read when the context is made
+        self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
+        torch.cuda.set_device(self._device)
+        torch.zeros(1, device=self._device)  # makes the context
+        if self._config.cluster.ranks_per_gpu > 1:
+            groups.share_gpu()
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if before is not None and uuid != before.gpu_uuid:
+            raise NotReady(
+                f"this process sees GPU {uuid} and was to take {before.gpu_uuid} over: another one must start"
+            )
+        return uuid
+
+    def _set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
+        self._rank, self._config = rank, arrangement.config
+        uuid = self._take_device()
+        # A spare opened it before, which suffices for its copies.
+        checkpoint, peers = sources_for(self._config.model, rank, welcome, self._checkpoint)
+        self._worker = Worker(
+            self._config, self._context(group=None), placements=arrangement.placements, source=self._copies, peers=peers,
+            checkpoint=checkpoint, times=welcome.times if welcome is not None else None,
+        )  # fmt: skip
+        self._copies = None  # goes when the worker has read from it
+        gc.freeze()  # what imports left behind: collecting after a failure otherwise takes 0.2 s, while all wait
+        return self._facts(uuid)
+
+    def _facts(self, uuid: str) -> RankFacts:
+        return RankFacts(
+            rank=self._rank,
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            device=str(self._device),
+            gpu_uuid=uuid,
+            started=start_ticks(),
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES", "") if uuid else "",
+        )
+
+    def _load(self) -> LoadReport:
+        assert self._worker is not None
+        return self._worker.load()
+
+    def _listen(self, local: bool) -> LinkAddress:
+        """Open the data path: on this machine only, or on the node's address."""
+        if self._server is not None:
+            self._server.close()
+        host = "" if local else ray.util.get_node_ip_address()
+        self._steps.regions = RankRegions(self._device_memory())
+        self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda")
+        return self._server.address
+
+    def _device_memory(self) -> DeviceMemory | None:
+        """What opens memory of clients on this rank's GPU."""
+        return CudaMemory(self._device) if self._device.type == "cuda" else None
+
+    def _join(self, address: GroupAddress) -> dict[str, float]:
+        """Collective: a new process group, the kernel on it, a warm-up step. The seconds of each part."""
+        assert self._worker is not None
+        with self._steps.between():
+            start = time.monotonic()
+            self._newest = address.generation
+            self._leave_group()
+            group = None
+            if self._config.engine.ranks > 1:
+                group = groups.join(
+                    address, self._rank, self._config.engine.ranks, self._device, self._config.scheduler.step_timeout_s
+                )
+            grouped = time.monotonic()
+            self._worker.regroup(self._context(group))
+            self._worker.warm_up()
+            self._steps.generation = address.generation
+            log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
+            return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
+
+    def _leave(self, rank: int, arrangement: Arrangement) -> None:
+        """Out of the group, and to another place where there is one. Joining comes next."""
+        assert self._worker is not None
+        with self._steps.between():
+            self._leave_group()
+            self._rank, self._config = rank, arrangement.config
+            self._worker.arrange(rank, arrangement)
+
+    def _hand_out(self, local: bool) -> LinkAddress:
+        """Let other ranks take this one's experts: of this machine only, or at the node's address."""
+        assert self._worker is not None
+        if self._experts is not None:
+            self._experts.close()
+        self._experts = ExpertServer(self._worker.held, host="" if local else ray.util.get_node_ip_address())
+        return self._experts.address
+
+    def _stage(self, layer: int, placement: Placement, holders: Sequence[Holders]) -> dict[str, int] | None:
+        """How many experts came from where; None: there is no memory for them. holders: by slice."""
+        worker = self._worker
+        assert worker is not None
+        source = PeerSource(worker.held, holders[self._rank % len(holders)][layer], fallback=worker)
+        if not worker.stage(layer, placement, source=source):
+            return None
+        with self._steps.between():  # between two steps
+            worker.capture_staged(layer)
+        return dict(source.came_from)
+
+    def _out_of_reach(self, arrangement: Arrangement) -> tuple[int, ...]:
+        assert self._worker is not None
+        return self._worker.out_of_reach(self._rank, arrangement)
+
+    def _secure(self, arrangement: Arrangement, layers: Sequence[int], holders: Sequence[Holders]) -> None:
+        """For `leave`: take the experts of `layers` from other ranks, since the checkpoint cannot be read. holders: by slice."""
+        worker, mine = self._worker, holders[self._rank % len(holders)]
+        assert worker is not None
+        for layer in layers:
+            worker.secure(self._rank, arrangement, PeerSource(worker.held, mine[layer], fallback=worker), (layer,))
+
+    def _explain(self) -> Standing:
+        worker = self._worker
+        assert worker is not None
+        return Standing(
+            notes=tuple(worker.explain()), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
+            weights_bytes=worker.weights_bytes, times=worker.known.tables,
+        )  # fmt: skip
+
+    def _adopt(self, layer: int, version: int) -> None:
+        assert self._worker is not None
+        with self._steps.between():  # between two steps
+            self._worker.adopt(layer, version)
+
+    def _unstage(self, layer: int) -> None:
+        assert self._worker is not None
+        with self._steps.between():
+            self._worker.unstage(layer)
+
+    def _close(self) -> None:
+        """Collective."""
+        with self._steps.between():
+            for server in (self._server, self._experts):
+                if server is not None:
+                    server.close()
+            self._steps.regions.close_all()
+            try:
+                if self._worker is not None:
+                    self._worker.close()
+            finally:
+                self._leave_group()
+
+    def _leave_group(self) -> None:
+        self._steps.generation = -1
+        if self._worker is not None:
+            self._worker.leave()
+        groups.leave(self._device)
+
+    def _poison(self) -> None:
+        """After a failure the group goes first, so that peers fail at once instead of waiting for this rank."""
+        try:
+            self._leave_group()
+        except Exception:
+            # Already broken; what counts for the caller is the first error, which is reported.
+            log.exception("rank %d: leaving a broken group", self._rank)
+
+    def _context(self, group) -> RankContext:
+        return RankContext(
+            rank=self._rank,
+            world_size=self._config.engine.ranks,
+            device=self._device,
+            group=group,
+            timeout_s=self._config.scheduler.step_timeout_s,
+            sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
+        )
+
+    def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:
+        """Of the step thread."""
+        return self._steps.answer(self._worker, header, tensors, out, rank=self._rank, overlaps=self._overlaps)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step still runs when all of it is queued."""
+        return self._device.type == "cuda"
+
+
+def _driver_started() -> bool:
+    """Whether anything in this process has called cuInit; torch knows of its own calls only."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED

@@ -1,0 +1,30 @@
+"""What a rank asks about its device and its process: memory, and kernels that were compiled late."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the GPU, or of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held on the GPU, or of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def compile_counter() -> Any:
+    """Triton's, where a backend of this process uses it, else None; nothing here may import Triton."""
+    module = sys.modules.get("epserve.experts.triton.compiles")
+    return module.COUNTER if module is not None else None

@@ -1,0 +1,285 @@
+"""A rank's view of GPU memory that clients of its host share. The engine numbers regions; the rank opens, bounds and copies.
+
+The engine's frames (link/transport.py) bring the openings and closings in one order with the steps, so that a region is there for
+each step that was sent before its closing. No step computes on a client's memory: rows are copied out of it into the
+rank's own first, which is what makes the check of their values mean something, and results are copied into it last.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from epserve.link.wire import DTYPES, NAMES
+from epserve.process import cuda_memory
+
+from .step import DeviceRows, RegionRows
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 16
+"""Bytes; of a region's start, so that rows of any dtype that start at a multiple of their size lie as they must."""
+
+
+class Refused(Exception):
+    """`field`: of the registration that is at fault."""
+
+    def __init__(self, text: str, field: str):
+        super().__init__(text)
+        self.field = field
+
+
+class Opened(Protocol):
+    """Memory of another process. `bytes`: uint8, from where the handle points to the end of the allocation."""
+
+    @property
+    def bytes(self) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class DeviceMemory(Protocol):
+    """What opens handles on a rank's device."""
+
+    def open(self, handle: bytes) -> Opened:
+        """Raises Refused."""
+        ...
+
+
+class CudaMemory:
+    """CUDA IPC on one GPU."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def open(self, handle: bytes) -> _OpenedCuda:
+        torch.cuda.synchronize(self._device)  # makes its context this thread's, which the driver's calls need
+        return _OpenedCuda(handle, self._device)
+
+
+class _OpenedCuda:
+    def __init__(self, handle: bytes, device: torch.device):
+        try:
+            self._address = cuda_memory.open_handle(handle)
+        except cuda_memory.DriverError as error:
+            raise Refused(
+                f"the driver cannot open this handle ({error}); it must come from cudaIpcGetMemHandle in a process that lives,"
+                " for memory of cudaMalloc (neither expandable segments nor a pool's) on this GPU",
+                "handle",
+            ) from None
+        try:
+            base, size = cuda_memory.extent(self._address)
+            here = cuda_memory.ordinal_of(self._address)
+            if here != device.index:
+                raise Refused(
+                    f"the memory lies on GPU {here} as this rank counts, the rank is on {device.index}", "gpu_uuid"
+                )
+            memory = cuda_memory.Bytes(self._address, base + size - self._address)
+            self.bytes = cuda_memory.tensor(memory, device)
+        except cuda_memory.DriverError as error:
+            self.close()
+            raise Refused(f"the driver does not say what this handle opens ({error})", "handle") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Copies that are under way end first."""
+        torch.cuda.synchronize()
+        cuda_memory.close_handle(self._address)
+
+
+@dataclass(slots=True)
+class _Region:
+    memory: Opened
+    bytes: torch.Tensor
+
+
+class RankRegions:
+    """Of one rank; used by its step thread only. `memory` None: this rank has none to share (it runs on a CPU)."""
+
+    def __init__(self, memory: DeviceMemory | None):
+        self._memory = memory
+        self._regions: dict[int, _Region] = {}
+
+    def told(self, header: dict[str, Any]) -> dict[str, Any]:
+        """What the engine asked: {"open": number, handle, offset, size, proof} or {"close": number}. What to answer."""
+        if "close" in header:
+            if (region := self._regions.pop(header["close"], None)) is not None:
+                _close(region.memory)
+            return {}
+        try:
+            handle, proof = bytes.fromhex(header["handle"]), bytes.fromhex(header["proof"])
+            self._regions[header["open"]] = self._open(handle, header["offset"], header["size"], proof)
+        except Refused as error:
+            return {"refused": {"text": str(error), "field": error.field}}
+        return {}
+
+    def _open(self, handle: bytes, offset: int, size: int, proof: bytes) -> _Region:
+        if self._memory is None:
+            raise Refused("this rank runs on no GPU", "gpu_uuid")
+        memory = self._memory.open(handle)
+        try:
+            there = memory.bytes.nbytes
+            if offset + size > there:
+                raise Refused(
+                    f"{offset} + {size} bytes, but the allocation that the handle opens has {there}", "byte_size"
+                )
+            window = memory.bytes[offset : offset + size]
+            if proof and not hmac.compare_digest(bytes(window[: len(proof)].cpu().tolist()), proof):
+                raise Refused("the region does not start with these bytes", "proof")
+        except BaseException:
+            _close(memory)
+            raise
+        return _Region(memory=memory, bytes=window)
+
+    def close_all(self) -> None:
+        for region in self._regions.values():
+            _close(region.memory)
+        self._regions.clear()
+
+    def view(self, where: RegionRows, rows: int, columns: int) -> torch.Tensor:
+        """`(rows, columns)` in a region. Raises Refused; the front end has checked it, so that only a closed one is met here."""
+        region = self._regions.get(where.region)
+        if region is None:
+            raise Refused("the region was unregistered meanwhile", "region")
+        size, stop = region.bytes.nbytes, where.offset + rows * columns * where.dtype.itemsize
+        if where.offset < 0 or stop > size or where.offset % where.dtype.itemsize:
+            raise Refused(f"bytes {where.offset} to {stop} of a region of {size}", "region")
+        return region.bytes[where.offset : stop].view(where.dtype).view(rows, columns)
+
+
+class StepRows:
+    """One step's rows on this rank, some of them in regions: `to` copies all into memory of the rank, `put` the results out,
+    `finish` looks at what the device found.
+
+    For `Worker.step` it stands for the hidden states `(m, K)`: shape, dtype and `to`.
+    """
+
+    def __init__(self, regions: RankRegions, parts: Sequence[DeviceRows], host_MK: torch.Tensor):
+        """host_MK: rows of the parts without a source."""
+        self._regions, self._parts, self._host_MK = regions, parts, host_MK
+        self.shape = (sum(part.rows for part in parts), host_MK.shape[1])
+        self.dtype = host_MK.dtype
+        self.refused: dict[int, dict[str, Any]] = {}
+        """Part -> what its request is told."""
+        self.not_finite: dict[int, list[int]] = {}
+        """Part whose result went into a region -> its rows that hold NaN or infinity, as they are there."""
+        self._x_MK: torch.Tensor | None = None
+        self._sums: dict[int, torch.Tensor] = {}
+        self._totals = torch.empty(0)
+        self._largest: dict[int, torch.Tensor] = {}
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        x_MK = self._x_MK = torch.empty(self.shape, dtype=self.dtype, device=device)
+        host = 0
+        for number, (part, rows_MK) in enumerate(self._rows_of(x_MK)):
+            if part.source is None:
+                rows_MK.copy_(self._host_MK[host : host + part.rows], non_blocking=non_blocking)
+                host += part.rows
+                continue
+            try:
+                rows_MK.copy_(self._regions.view(part.source, *rows_MK.shape), non_blocking=True)
+                self._sums[number] = rows_MK.sum(dtype=torch.float32)
+            except Refused as error:
+                self._refuse(number, error)
+                rows_MK.zero_()
+        return x_MK
+
+    def put(self, y_MK: torch.Tensor, out_MK: torch.Tensor | None) -> torch.Tensor:
+        """Results into their regions, the others into `out_MK` or memory of their own, and returned; not waited for."""
+        home = [rows_MK for part, rows_MK in self._rows_of(y_MK) if part.target is None]
+        for number, (part, rows_MK) in enumerate(self._rows_of(y_MK)):
+            if part.target is not None and number not in self.refused:
+                try:
+                    made_MK = rows_MK.to(part.target.dtype)
+                    self._regions.view(part.target, *rows_MK.shape).copy_(made_MK, non_blocking=True)
+                    self._largest[number] = _to_host(_largest(made_MK))
+                except Refused as error:
+                    self._refuse(number, error)
+        pinned = y_MK.device.type == "cuda"
+        if out_MK is None:
+            shape = (sum(map(len, home)), y_MK.shape[1])
+            out_MK = torch.empty(shape, dtype=y_MK.dtype, pin_memory=pinned)
+        at = 0
+        for rows_MK in home:
+            out_MK[at : at + len(rows_MK)].copy_(rows_MK, non_blocking=True)
+            at += len(rows_MK)
+        if self._sums:
+            self._totals = torch.empty(len(self._sums), pin_memory=pinned)
+            self._totals.copy_(torch.stack(list(self._sums.values())), non_blocking=True)
+        return out_MK
+
+    def finish(self) -> None:
+        """When the results have been waited for: `refused` then has the rows that are not finite, too, and `not_finite` those of
+        results."""
+        for number, total in zip(self._sums, self._totals.tolist(), strict=True):
+            if not math.isfinite(total):
+                self._look_at(number)
+        for number, largest_M in self._largest.items():
+            if rows := largest_M.isfinite().logical_not().nonzero().flatten().tolist():
+                self.not_finite[number] = rows
+
+    def _look_at(self, number: int) -> None:
+        """A sum that is not finite may have passed the largest number: then each value is looked at."""
+        assert self._x_MK is not None
+        rows_MK = next(rows for index, (_, rows) in enumerate(self._rows_of(self._x_MK)) if index == number)
+        wrong = torch.isfinite(rows_MK).logical_not().nonzero()
+        if not len(wrong):
+            return
+        row, column = wrong[0].tolist()
+        self.refused[number] = {"row": row, "column": column, "value": str(rows_MK[row, column].item())}
+
+    def _refuse(self, number: int, error: Refused) -> None:
+        self.refused[number] = {"text": str(error), "field": error.field}
+
+    def _rows_of(self, tensor_MK: torch.Tensor):
+        first = 0
+        for part in self._parts:
+            yield part, tensor_MK[first : first + part.rows]
+            first += part.rows
+
+
+def as_json(parts: Sequence[DeviceRows]) -> list[Any]:
+    def one(rows: RegionRows | None) -> list[Any] | None:
+        return [rows.region, rows.offset, NAMES[rows.dtype]] if rows is not None else None
+
+    return [[part.rows, one(part.source), one(part.target)] for part in parts]
+
+
+def from_json(parts: Sequence[Any]) -> tuple[DeviceRows, ...]:
+    """Raises ValueError, TypeError or KeyError for what `as_json` has not made."""
+
+    def one(rows: Any) -> RegionRows | None:
+        if rows is None:
+            return None
+        region, offset, dtype = rows
+        return RegionRows(region=int(region), offset=int(offset), dtype=DTYPES[dtype])
+
+    return tuple(DeviceRows(rows=int(count), source=one(source), target=one(target)) for count, source, target in parts)
+
+
+def _largest(rows_MK: torch.Tensor) -> torch.Tensor:
+    """`(M,)`: the largest magnitude of each row, NaN and infinity where a row holds them. One pass."""
+    return torch.linalg.vector_norm(rows_MK, math.inf, dim=1)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """From a GPU through pinned memory, and not waited for."""
+    if values.device.type != "cuda":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _close(memory: Opened) -> None:
+    try:
+        memory.close()
+    except Exception:
+        # The region is gone in any case; what a driver that has failed keeps goes with the process.
+        log.exception("closing a client's memory")

@@ -1,0 +1,148 @@
+"""The gate: hidden states to the top-k expert ids and weights of each token. Pure functions.
+
+On the CPU it computes what the routers of Hugging Face transformers compute, in the same order of operations and the same
+dtypes, so that ids and weights agree bit for bit. On CUDA devices two kernels (`experts/triton/gate.py`) take its place: the
+same definition in exact products and float32 sums, and among equal scores the lowest expert id first. What they do not
+know goes through torch there too, in parts or whole, with the same rule for equal scores.
+
+Legend: M tokens, K hidden size, E logical experts, G groups of experts, t = top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from epserve.experts import rows
+from epserve.modular_kernel import GateSpec, GateWeights, Routing
+
+
+def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
+    """Logical expert ids and weights of each token; `(0, K)` gives `(0, t)`."""
+    assert spec.scoring != "client", "requests of this model bring their routing"
+    kernels = _kernels(x_MK, weights.weight_EK)
+    if (
+        kernels is not None
+        and kernels.multiplies(x_MK, weights, spec)
+        and kernels.chooses(spec, weights.weight_EK.shape[0])
+    ):
+        return kernels.route(x_MK, weights, spec)
+    if spec.logits_float32:
+        logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
+    else:
+        logits_ME = rows.linear(x_MK, weights.weight_EK, weights.bias_E)
+    return route_logits(logits_ME, weights.correction_bias_E, spec)
+
+
+def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
+    """The part of `route` after the matrix product."""
+    assert (correction_bias_E is not None) == spec.correction_bias
+    kernels = _kernels(logits_ME)
+    if kernels is not None and logits_ME.dtype in kernels.DTYPES and kernels.chooses(spec, logits_ME.shape[1]):
+        return kernels.choose(logits_ME, correction_bias_E, spec)
+    if spec.scoring == "softmax_of_topk":
+        chosen_Mt, ids_Mt = _top(logits_ME, spec.top_k, spec.sorted)
+        weights_Mt = torch.softmax(chosen_Mt, dim=-1)
+    else:
+        scores_ME = _scores(logits_ME, spec.scoring)
+        choice_ME = scores_ME if correction_bias_E is None else scores_ME + correction_bias_E
+        if spec.num_groups > 1:
+            choice_ME = _limit_to_groups(choice_ME, spec)
+        ids_Mt = _top(choice_ME, spec.top_k, spec.sorted)[1]
+        weights_Mt = scores_ME.gather(1, ids_Mt)
+    if spec.renormalise:
+        weights_Mt = weights_Mt / (weights_Mt.sum(dim=-1, keepdim=True) + spec.renormalise_epsilon)
+    if spec.routed_scaling_factor != 1.0:
+        weights_Mt = weights_Mt * spec.routed_scaling_factor
+    if spec.round_weights:
+        weights_Mt = weights_Mt.to(logits_ME.dtype)
+    return Routing(ids_Mt=ids_Mt.int(), weights_Mt=weights_Mt.float())
+
+
+def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeights:
+    """As the device likes them: on the CPU with zeros behind the rows, on CUDA a float32 weight in the model's 16-bit `dtype`,
+    where that loses nothing.
+
+    Checkpoints store 16 bits even where the product is in float32: half the bytes, and tensor cores. Waits for the device.
+    """
+    weight_EK = weights.weight_EK
+    if weight_EK.device.type == "cpu" and not spec.logits_float32:
+        return replace(weights, weight_EK=rows.with_zeros(weight_EK))
+    if not weight_EK.is_cuda or not spec.logits_float32 or weight_EK.dtype != torch.float32 or dtype.itemsize != 2:
+        return weights
+    narrow_EK = weight_EK.to(dtype)
+    return replace(weights, weight_EK=narrow_EK) if torch.equal(narrow_EK.float(), weight_EK) else weights
+
+
+def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
+    """Compile what hidden states of `dtype`, however many, need on the weights' device. Without kernels: nothing."""
+    kernels = _kernels(weights.weight_EK)
+    if kernels is not None and spec.scoring != "client" and kernels.chooses(spec, weights.weight_EK.shape[0]):
+        kernels.warm_up(weights, spec, dtype)
+
+
+def _kernels(*tensors: torch.Tensor):
+    """The module of the gate's kernels where these tensors are its own; they have no derivative."""
+    if not tensors[0].is_cuda or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
+        return None
+    return _kernel_module()
+
+
+@functools.cache
+def _kernel_module():
+    """None where Triton is not installed or does not run on this device."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from epserve.experts.triton import gate as triton_gate
+
+    return triton_gate if triton_gate.unavailable() is None else None
+
+
+def _top(values: torch.Tensor, k: int, in_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of the last dimension and where they are. On a GPU the lowest index comes first among equals, as in the
+    kernels; on the CPU torch.topk decides, as in transformers."""
+    if values.is_cuda:
+        return _stable_top(values, k)
+    found = torch.topk(values, k, dim=-1, sorted=in_order)
+    return found.values, found.indices
+
+
+def _stable_top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.sort(values, dim=-1, descending=True, stable=True)
+    return found.values[..., :k], found.indices[..., :k]
+
+
+def _scores(logits_ME: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits_ME, dim=-1, dtype=torch.float32)
+    return logits_ME.float().sigmoid()
+
+
+def _limit_to_groups(choice_ME: torch.Tensor, spec: GateSpec) -> torch.Tensor:
+    choice_MGe = choice_ME.unflatten(1, (spec.num_groups, -1))
+    if spec.group_score == "top2_sum":
+        group_MG = choice_MGe.topk(2, dim=-1).values.sum(dim=-1)
+    else:
+        group_MG = choice_MGe.amax(dim=-1)
+    best = _top(group_MG, spec.top_groups, False)[1]
+    excluded_MG = torch.ones_like(group_MG, dtype=torch.bool).scatter_(1, best, False)
+    return choice_MGe.masked_fill(excluded_MG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _float(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.float()
+
+
+def whole(routing: Routing, top_k: int) -> Routing:
+    """As many columns as the kernels are made for: a request may name fewer experts a token than the model does."""
+    missing = top_k - routing.ids_Mt.shape[1]
+    if missing == 0:
+        return routing
+    return Routing(
+        ids_Mt=torch.nn.functional.pad(routing.ids_Mt, (0, missing), value=-1),
+        weights_Mt=torch.nn.functional.pad(routing.weights_Mt, (0, missing)),
+    )

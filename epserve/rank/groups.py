@@ -1,0 +1,139 @@
+"""Process groups of the ranks: the actor that holds their store, how a rank finds its peers, how it lets go of lost ones."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import socket
+import struct
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from epserve.link.door import LinkAddress
+
+from .store import RankStore, StoreServer
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
+LEAVE_TIMEOUT_S = 5.0  # tenths of a second; a library that hangs in it does not come back
+_stores: list[RankStore] = []
+_leaving = threading.Lock()  # torch has one default group for each process, and two threads may want to end it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """The store of the process groups; each generation has its own prefix in it."""
+
+    store: LinkAddress
+    generation: int
+
+
+class StoreActor:
+    """Owns the store of all generations. It is no rank, so that no rank's death takes the store along."""
+
+    def __init__(self):
+        self._store = StoreServer(ray.util.get_node_ip_address())
+
+    def address(self, generation: int) -> GroupAddress:
+        self._store.forget(f"{_prefix(generation - 2)}/")  # of the one before, ranks may still be leaving
+        return GroupAddress(store=self._store.address, generation=generation)
+
+
+def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Any:
+    """Collective: the process group of this generation. Raises what torch does, also when a rank does not come in time."""
+    interface = interface_of(ray.util.get_node_ip_address())
+    if interface:
+        # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    # Torch otherwise ends this process when its watchdog sees that another rank is gone. The supervisor decides that.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    timeout = timedelta(seconds=timeout_s)
+    store = _store_at(address.store, timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(_prefix(address.generation), store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.group.WORLD
+
+
+def _store_at(address: LinkAddress, timeout: timedelta) -> RankStore:
+    """One for all generations of a store, kept with those before: torch's threads may use one longer than its group."""
+    if not _stores or _stores[-1].address != address:
+        _stores.append(RankStore(address, timeout))
+    _stores[-1].set_timeout(timeout)
+    return _stores[-1]
+
+
+def _prefix(generation: int) -> str:
+    return f"gen{generation}"
+
+
+def share_gpu() -> None:
+    """Before this process's first group on a GPU that it shares with other ranks."""
+    address = ray.util.get_node_ip_address()
+    # NCCL takes two ranks of one host on one GPU for a mistake, so each gets a host of its own, and they talk over sockets.
+    os.environ["NCCL_HOSTID"] = f"{address}-{os.getpid()}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address) or "lo")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+
+def leave(device: torch.device) -> None:
+    """Let go of the process group, where there is one, without waiting for anybody. From any thread."""
+    if not _leaving.acquire(timeout=LEAVE_TIMEOUT_S):
+        raise RuntimeError(f"this rank did not let go of its process group within {LEAVE_TIMEOUT_S:g} s")
+    try:
+        if not dist.is_initialized():
+            return
+        if device.type == "cuda":
+            # NCCL's kernels wait on the device for a rank that is gone, and an orderly end would wait for them.
+            # NOTE: what is aborted ends as if all were well, with whatever is in its buffers.
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+        gc.collect()  # the connections close with the last reference, which may be in a cycle
+    finally:
+        _leaving.release()
+
+
+def hang_up(addresses: Collection[str]) -> int:
+    """Shut all of this process's TCP connections to these hosts down, whoever opened them; how many there were."""
+    count = 0
+    for name in os.listdir("/proc/self/fd") if addresses else ():
+        try:
+            number = os.dup(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            sock = socket.socket(fileno=number)
+        except OSError:  # not a socket
+            os.close(number)
+            continue
+        with sock, contextlib.suppress(OSError):  # not connected
+            peer = sock.getpeername()
+            if isinstance(peer, tuple) and peer[0].removeprefix("::ffff:") in addresses:
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def interface_of(address: str) -> str:
+    """The network interface that owns an IPv4 address; empty where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                packed = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return ""

@@ -1,0 +1,1 @@
+"""What every rank will run and hold, decided before any weight is read. Pure functions."""

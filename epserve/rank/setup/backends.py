@@ -1,0 +1,148 @@
+"""Which backends and which method class serve a layer: named in the configuration, or the first that fit. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from epserve import all2all, experts
+from epserve.all2all.tensor_parallel import TensorParallelManager
+from epserve.errors import Incompatible
+from epserve.modular_kernel import (
+    Backends,
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    LayerSpec,
+    Registry,
+    TopKWeightAndReduceNoOP,
+    Tuning,
+    why_not,
+)
+from epserve.modular_kernel.measured.selection import Measuring
+
+# Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
+PREFER_ALL2ALL = {
+    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
+    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
+}
+PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
+RIVALS = {
+    ("cpu", FusedMoEActivationFormat.Standard): ("grouped_mm", "loop"),
+    ("cpu", FusedMoEActivationFormat.BatchedExperts): ("batched_loop", "batched_mm"),
+    ("cuda", FusedMoEActivationFormat.Standard): ("triton", "cutlass", "deepgemm"),
+    ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
+}
+"""Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Names of the two backends, and why those before them in the order of trial were passed over."""
+
+    all2all: str
+    experts: str
+    passed_over: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+    """Further pairs, of which each step takes the one that was measured as fastest for it."""
+    rivals: tuple[str, ...] = ()
+    """Further experts backends of the same format: each rank takes the fastest for the rows that it has."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of all pairs, to be compared between ranks and shown."""
+        pairs = [(self.all2all, self.experts), *self.others]
+        all2alls, experts_names = zip(*pairs, strict=True)
+        return "/".join(all2alls), "/".join(dict.fromkeys(experts_names))
+
+    def as_backends(self, measuring: Measuring | None = None, tuning: Tuning = Tuning()) -> Backends:  # noqa: B008 (frozen)
+        return Backends(
+            all2all=all2all.REGISTRY,
+            experts=experts.REGISTRY,
+            by_slices=TensorParallelManager,
+            prefer_all2all=(self.all2all,),
+            prefer_experts=(self.experts, *self.rivals),
+            measuring=measuring if self.rivals else None,
+            tuning=tuning,
+        )
+
+    def explain(self) -> str:
+        """For the log: the choice in a line, and one for each pair that was passed over."""
+        passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
+        timed = f" (each rank times it against {', '.join(self.rivals)})" if self.rivals else ""
+        return "all-to-all {}, experts {}".format(*self.names) + timed + passed
+
+
+def choose_backends(
+    spec: LayerSpec,
+    *,
+    all2all_name: str = "auto",
+    experts_name: str = "auto",
+    combine_order: str = "rank",
+    here: bool = True,
+) -> Chosen:
+    """The first pair, in order of preference, that fits the layer and, unless `here` is False, can run here."""
+    passed = []
+    for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
+        manager = all2all.REGISTRY.get(outer)
+        missing = manager.unavailable() if here else None
+        if missing:
+            passed.append(f"{outer}: {missing}")
+            continue
+        if combine_order not in manager.prepare_finalize.capability.combine_orders:
+            passed.append(f"{outer}: it adds partial sums by rank, combine_order is {combine_order!r}")
+            continue
+        most = manager.prepare_finalize.capability.max_ranks
+        if most is not None and spec.layout.num_ranks > most:  # before any experts class is imported
+            passed.append(f"{outer}: {spec.layout.num_ranks} ranks, at most {most}")
+            continue
+        for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
+            backend = experts.REGISTRY.get(inner)
+            missing = backend.unavailable() if here else None
+            reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
+            if not reasons and combine_order == "slot" and spec.layout.num_ranks > 1:
+                reasons = _slot_reasons(backend(spec))
+            if not reasons:
+                # Slot order promises the same bits everywhere, which two backends do not give.
+                timed = here and experts_name == "auto" and combine_order == "rank"
+                rivals = _rivals(spec, outer, inner) if timed else ()
+                return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed), rivals=rivals)
+            passed += [f"{outer} + {inner}: {reason}" for reason in reasons]
+    raise Incompatible(f"no pair of backends can serve this layer ({describe(spec)}):", tuple(passed))
+
+
+def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
+    return all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability.activation_format
+
+
+def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
+    """Experts backends that fit and run here beside the chosen one."""
+    record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
+    names = RIVALS[spec.device, record.activation_format]
+    if chosen not in names:
+        return ()
+    known = [name for name in names if name != chosen and name in experts.REGISTRY.names()]
+    backends = {name: experts.REGISTRY.get(name) for name in known}
+    return tuple(name for name, backend in backends.items()
+                 if not backend.unavailable() and not why_not(record, backend.capability, spec))  # fmt: skip
+
+
+def _slot_reasons(backend: FusedMoEExpertsModular) -> tuple[str, ...]:
+    if isinstance(backend.finalize_weight_and_reduce_impl(), TopKWeightAndReduceNoOP):
+        return ("combine_order 'slot' needs a row for each slot, these experts add a rank's slots up themselves",)
+    return ()
+
+
+def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]:
+    if name != "auto":
+        return [registry.entry(name).name]
+    known = registry.names()
+    first = [each for each in preferred if each in known]
+    return first + [each for each in known if each not in first]
+
+
+def describe(spec: LayerSpec) -> str:
+    shape, ranks = spec.shape, spec.layout.num_ranks * spec.layout.slices
+    return (
+        f"hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.num_experts} experts on"
+        f" {ranks} ranks, top-k {shape.top_k}, {str(shape.dtype).removeprefix('torch.')}, {spec.device}"
+    )

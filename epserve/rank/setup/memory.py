@@ -1,0 +1,196 @@
+"""`epserve plan`: bytes that each rank will need, from headers and shapes alone, and the largest cap that fits.
+
+Weights, workspaces and all-to-all buffers are exact: the same functions that allocate them are asked. What a batch holds
+while it is in flight, and what the runtime takes for itself, are stated apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from epserve.config import Config
+from epserve.errors import ConfigError
+from epserve.experts import rows
+from epserve.models import ModelInfo, open_checkpoint
+from epserve.modular_kernel import FusedMoEActivationFormat
+from epserve.process import machine
+
+from . import backends as backend_choice
+from . import plan as rank_plan
+from .plan import RankPlan
+
+MIB = 1 << 20
+# Code, allocator and libraries of a process. CPU: 277 MB resident after `import torch` (measured, torch 2.13). CUDA: an
+# allowance for the context, NCCL and the caching allocator, not a measurement; `--reserve-gib` replaces it.
+RUNTIME_BYTES = {"cpu": 300 * MIB, "cuda": 2048 * MIB}
+RANK_THREADS, BASE_THREADS = 32, 200
+"""Of one rank, and of the service with Ray's own processes: counted on two cores. More cores have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank. `dense`: gates and shared experts, which every rank holds. `in_flight`: rows of one step."""
+
+    rank: int
+    experts: int
+    weights: int
+    dense: int
+    workspaces: int
+    buffers: int
+    in_flight: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.dense + self.workspaces + self.buffers + self.in_flight + self.runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """`memory`: what one rank may use, 0 when unknown. `largest_cap`: max_tokens_per_rank that fits; 0: none does."""
+
+    model: str
+    device: str
+    backends: str
+    max_tokens_per_rank: int
+    ranks: tuple[RankMemory, ...]
+    memory: int
+    largest_cap: int
+    layers: tuple[str, ...] = ()
+    """A line for each group of layers: stored as, served as, by which kernel, bytes a rank."""
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.total <= self.memory
+
+
+def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) -> MemoryPlan:
+    """Reads config.json and the safetensors headers; allocates nothing.
+
+    memory: bytes for one rank; 0: what this machine has, where it has the device. reserve: replaces RUNTIME_BYTES.
+    Raises what serving would raise: ConfigError, CheckpointError, Incompatible.
+    """
+    info = open_checkpoint(config.model.path, config.model.dtype, config.model.layers).info
+    device = rank_plan.resolve_device(config.engine.device)
+    here = device == "cpu" or torch.cuda.is_available()
+    plan = rank_plan.plan_ranks(config, info, device=device, here=here)
+    memory = memory or _memory_here(config, device)
+    return _memory_plan(config, info, plan, memory, RUNTIME_BYTES[device] if reserve is None else reserve)
+
+
+def check_machine(config: Config, info: ModelInfo, plan: RankPlan) -> None:
+    """Raises ConfigError where this machine has too little memory for the ranks, or may not run so many processes.
+
+    For ranks that all run here, before anything is started. Takes milliseconds.
+    """
+    engine, device = config.engine, plan.spec.device
+    processes = engine.ranks + engine.spares + engine.standbys
+    threads, most = processes * RANK_THREADS + BASE_THREADS, machine.most_threads()
+    if threads > most:
+        raise ConfigError(
+            f"engine.ranks {engine.ranks}, with spares and standbys {processes} processes, have some {threads} threads, this"
+            f" user or container may have {most} (ulimit -u, pids.max); lower engine.ranks or raise the limit"
+        )
+    # On a GPU the allowance for the runtime is no measurement: nothing is refused for its sake.
+    memory = _memory_here(config, device)
+    found = _memory_plan(config, info, plan, memory, 0 if device == "cuda" else RUNTIME_BYTES[device])
+    if not memory or found.fits:
+        return
+    need, have = (f"{size / MIB:.0f} MiB" for size in (found.worst.total, memory))
+    cap, where = found.largest_cap, "GPU" if device == "cuda" else "machine's memory"
+    remedy = f"engine.max_tokens_per_rank to at most {cap}" if cap else "engine.ranks, or join a larger cluster"
+    raise ConfigError(
+        f"engine.ranks {engine.ranks}: rank {found.worst.rank} needs {need}, its share of this {where} is {have}; lower {remedy}"
+        " (`epserve plan` shows what takes it)"
+    )
+
+
+def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, runtime: int) -> MemoryPlan:
+    ranks = _every_rank(config, info, plan, runtime)
+    return MemoryPlan(
+        model=info.name,
+        device=plan.spec.device,
+        backends=" + ".join(plan.chosen.names),
+        max_tokens_per_rank=config.engine.max_tokens_per_rank,
+        ranks=ranks,
+        memory=memory,
+        layers=tuple(group.describe() for group in plan.groups),
+        largest_cap=_largest_cap(config, info, plan, runtime, memory) if memory else 0,
+    )
+
+
+def dense_bytes(info: ModelInfo, device: str) -> int:
+    """Of one layer's gate and shared experts."""
+    hidden, inner = (rows.padded(size, info.dtype, device) for size in (info.hidden, info.shared_intermediate))
+    gate_row = info.hidden * 4 if info.gate.logits_float32 else hidden * info.dtype.itemsize
+    shared = 2 * info.shared_intermediate * hidden + info.hidden * inner
+    return info.num_experts * (gate_row + 4) + shared * info.dtype.itemsize
+
+
+def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -> tuple[RankMemory, ...]:
+    engine, shape = config.engine, plan.spec.shape
+    layers, most = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
+    row = shape.hidden * shape.dtype.itemsize
+    dense = dense_bytes(info, plan.spec.device) * layers
+
+    @functools.cache
+    def one(count: int, rank: int) -> RankMemory:
+        asked = [rank_plan.memory_asked(group.paths, rank) for group in plan.groups]
+        shared = sum(each.pop("workspaces") for each in asked)
+        buffers = sum(size for each in asked for size in each.values())
+        # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
+        standard = backend_choice.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
+        received = most if standard else most * count
+        in_flight = 2 * engine.max_tokens_per_rank * row + (0 if buffers else 2 * received * row)
+        return RankMemory(
+            rank=rank,
+            experts=count,
+            weights=sum(group.expert_bytes(count) * len(group.layers) for group in plan.groups),
+            dense=dense,
+            workspaces=shared,
+            buffers=buffers,
+            in_flight=in_flight,
+            runtime=runtime,
+        )
+
+    layout = plan.placement.layout
+    counts = [layout.counts[rank // layout.slices] for rank in range(engine.ranks)]
+    first = {
+        count: rank for rank, count in reversed(list(enumerate(counts)))
+    }  # ranks with as many experts need the same
+    return tuple(replace(one(count, first[count]), rank=rank) for rank, count in enumerate(counts))
+
+
+def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, memory: int) -> int:
+    """By halving: need grows with the cap. At most 2^20, which no interconnect serves in one step."""
+    low, high = 0, 1 << 20
+    while low < high:
+        middle = (low + high + 1) // 2
+        engine = config.engine.model_copy(update={"max_tokens_per_rank": middle})
+        groups = (replace(group, paths=rank_plan.with_cap(group.paths, engine)) for group in plan.groups)
+        capped = replace(plan, groups=tuple(groups))
+        ranks = _every_rank(config.model_copy(update={"engine": engine}), info, capped, runtime)
+        low, high = (middle, high) if max(rank.total for rank in ranks) <= memory else (low, middle - 1)
+    return low
+
+
+def _memory_here(config: Config, device: str) -> int:
+    """One rank's share of a GPU, or of this host's memory; 0 where it cannot be told."""
+    if device == "cpu":
+        return machine.memory_bytes() // config.engine.ranks
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(0).total_memory // config.cluster.ranks_per_gpu
+
+
+def parse_gib(value: float | None) -> int | None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{value:g} GiB is not an amount of memory")
+    return None if value is None else int(value * (1 << 30))

@@ -1,0 +1,159 @@
+"""The steps of one rank: begun in the thread that reads the engine's frames, ended where their results are waited for.
+
+On a GPU the next step is queued behind the one that computes: the device need not wait until this process has sent one answer
+and read the next frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from epserve.link.failure import from_exception
+from epserve.link.step_server import Later, Reply
+from epserve.process.phases import COPY_OUT, IDLE
+
+from .device_memory import RankRegions, StepRows, from_json
+from .step import StepPlan
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class RankSteps:
+    """`generation`: of the group that steps run in, -1: none. `aborted`: the last one whose operations were ended from outside.
+
+    `step`, `started`: the one that was begun last and has not ended, or -1, and when. `regions`: clients' memory on the device.
+    """
+
+    def __init__(self, poison: Callable[[], None]):
+        """poison: leaves the group, so that peers fail at once instead of waiting for this rank."""
+        self._poison = poison
+        self.generation = self.aborted = -1
+        self.step, self.started = -1, 0.0
+        self.regions = RankRegions(None)
+        self._busy = threading.RLock()
+        self._begun: queue.Queue[int] = queue.Queue()
+        """Steps that the device may still be at."""
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """No step begins, and those that have begun have ended."""
+        with self._busy:
+            self._begun.join()
+            yield
+
+    def answer(
+        self, worker: Worker | None, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None, *,
+        rank: int, overlaps: bool,
+    ) -> Reply | Later:  # fmt: skip
+        """One step: its result, in `out` where that is given, or the report of its failure. overlaps: it comes later."""
+        step = header["step"]
+        if header.get("beat"):
+            return {"step": step}, []
+        if "region" in header:
+            return {"step": step, **self._told_of_region(header["region"], rank)}, []
+        with self._busy:
+            try:
+                assert worker is not None
+                wait = self._begin(worker, header, tensors, out)
+                later = functools.partial(self._end, rank, step, header["generation"], wait, tensors)
+                return later if overlaps else later()
+            except Exception as error:
+                failure = from_exception(error, rank=rank, phase="step").as_json()
+                self.step = -1
+            if header["generation"] == self.generation:  # a step of an earlier group came too late to harm this one
+                self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
+            return {"step": step, "failure": failure}, []
+
+    def _told_of_region(self, asked: dict[str, Any], rank: int) -> dict[str, Any]:
+        with self.between():  # nor while another thread captures graphs: the driver's calls would spoil them
+            try:
+                return self.regions.told(asked)
+            except Exception as error:
+                log.exception("opening or closing a client's memory")
+                return {"failure": from_exception(error, rank=rank, phase="region").as_json()}
+
+    def _begin(self, worker: Worker, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Later:
+        """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
+        generation = header["generation"]
+        if generation != self.generation:
+            raise ConnectionResetError(f"connection reset: generation {generation} has ended")
+        plan = StepPlan(
+            step=header["step"],
+            layer=header["layer"],
+            mode=header["mode"],
+            tokens_per_rank=tuple(header["tokens_per_rank"]),
+            placement=header["placement"],
+            parts=tuple(header.get("parts", ())),
+        )
+        ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
+        self.started, self.step = time.monotonic(), plan.step
+        rows = StepRows(self.regions, from_json(header["device"]), tensors[0]) if "device" in header else None
+        y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
+        if rows is not None:
+            worker.phase = COPY_OUT
+            home = rows.put(y_MK, out)
+            worker.phase = IDLE
+        else:
+            home = _to_host(y_MK, out)
+        phases, left_out = worker.clock.take(), list(worker.left_out.items())
+        ended = torch.cuda.Event() if y_MK.device.type == "cuda" else None
+        if ended is not None:
+            ended.record()
+        del y_MK
+
+        def wait() -> Reply:
+            if ended is not None:
+                ended.synchronize()
+            worker.check()
+            if self.aborted >= generation or self.generation != generation:  # another step may have left the group
+                raise ConnectionResetError(
+                    "connection reset: another rank is gone, the operations of this step were ended"
+                )
+            told: dict[str, Any] = {"step": plan.step, "phases": phases()}
+            if left_out:
+                told["left_out"] = left_out
+            if rows is not None:
+                rows.finish()
+                if rows.refused:
+                    told["refused"] = list(rows.refused.items())
+                if rows.not_finite:
+                    told["not_finite"] = list(rows.not_finite.items())
+            return told, [home] if out is None else []
+
+        self._begun.put(plan.step)
+        return wait
+
+    def _end(self, rank: int, step: int, generation: int, wait: Later, _tensors: list[torch.Tensor]) -> Reply:
+        """The answer of a step that has begun. `_tensors`: the device may read them until then."""
+        try:
+            return wait()
+        except Exception as error:
+            failure = from_exception(error, rank=rank, phase="step").as_json()
+        finally:
+            if self.step == step:
+                self.step = -1
+            self._begun.get()
+            self._begun.task_done()  # before the lock, whose holder may wait for it
+        with self._busy:
+            if self.generation == generation:  # else it has been left since
+                self._poison()
+        return {"step": step, "failure": failure}, []
+
+
+def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Into `out`, or memory of its own; from a GPU through pinned memory, and not waited for."""
+    if y_MK.device.type != "cuda":
+        return y_MK if out is None else out.copy_(y_MK)
+    if out is None:
+        out = torch.empty(y_MK.shape, dtype=y_MK.dtype, pin_memory=True)
+    return out.copy_(y_MK, non_blocking=True)

@@ -1,0 +1,308 @@
+"""Experts from rank to rank, beside the steps: whoever moves an expert takes it from a rank that holds it.
+
+A connection of its own for each pair of ranks, never the steps' process group. An expert is one unit: its rows of every
+tensor, weights, biases and scales alike, in chunks with a checksum each; what an experts class derives from them is made
+anew where they arrive. What no rank hands over in time comes from the checkpoint. A newcomer that has no checkpoint
+(newcomers.py) also asks for what all ranks hold of a layer: gate, shared experts, scales of activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from epserve.link import wire
+from epserve.link.door import Door, LinkAddress
+from epserve.models import LayerWeights
+from epserve.modular_kernel import ExpertWeights
+from epserve.rank.placement import Placement
+from epserve.rank.step import LayerSource
+
+from .copies import LAYER_WIDE
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20  # at a time in host memory, and on the bus between two kernels of a step: about a millisecond
+SHARE = {"cpu": 0.05, "cuda": 0.5}
+"""Of one core, at each end, that copying may take; the rest is pauses. On CPU ranks it is taken from the steps themselves."""
+PEER_TIMEOUT_S = 5.0  # for each chunk; then the peer is not asked again, and the checkpoint is read instead
+
+Held = Callable[[int], tuple[Placement, tuple[int, ...], LayerWeights]]
+"""Layer -> its present placement, the logical experts of this rank's slots, and their weights."""
+
+
+class ExpertServer:
+    """A rank's end: a thread for each peer that asks. `held` must be safe to call from threads."""
+
+    def __init__(self, held: Held, *, host: str = ""):
+        """host: listen on TCP there; empty: on an abstract Unix socket."""
+        self._held = held
+        self._door = Door(self._serve, protocol="experts", host=host)
+        self.address = self._door.address
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                sock.settimeout(None)  # a peer asks when it likes, and closes when it is done
+                copier = _Copier()
+                while True:
+                    self._send(sock, wire.receive_header(sock), copier)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.debug("connection of a peer ended: %s", error)
+
+    def _send(self, sock: socket.socket, asked: dict[str, Any], copier: _Copier) -> None:
+        placement, experts, weights = self._held(asked["layer"])
+        copier.hurries = bool(asked.get("hurry"))
+        told: dict[str, Any] = {}
+        if "expert" not in asked:
+            parts = common_tensors(weights)
+            told["of_an_expert"] = {
+                name: [str(each.dtype), list(each.shape[1:])] for name, each in _by_expert(weights.experts).items()
+            }
+        elif asked.get("version", placement.version) != placement.version or asked["expert"] not in experts:
+            wire.send(sock, {"missing": f"version {placement.version} with experts {experts}"})
+            return
+        else:
+            parts = expert_tensors(weights.experts, experts.index(asked["expert"]))
+        wire.send(sock, {"tensors_of": _described(parts), **told})
+        for name, part in parts.items():
+            for chunk in _chunks(part):
+                with copier.paced(chunk.device):
+                    there = copier.to_host(chunk)
+                    wire.send(sock, {"name": name, "crc": zlib.crc32(wire.as_bytes(there))}, [there])
+
+
+class PeerSource(LayerSource):
+    """Experts of a layer for a rank that already serves it: its own, then those of peers, then the checkpoint's.
+
+    holders: logical expert -> where ranks hand it out. Gate and shared experts, which all ranks hold, stay as they are.
+    `came_from` counts "here", "peer" and "checkpoint".
+    """
+
+    def __init__(self, held: Held, holders: Mapping[int, Sequence[LinkAddress]], fallback: LayerSource):
+        self._held, self._holders, self._fallback = held, holders, fallback
+        self._peers = Peers()
+        self.came_from: Counter[str] = Counter()
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
+        """Raises whatever the fallback raises, for an expert that neither this rank nor a peer gives."""
+        _, _, weights = self._held(layer)
+        made = _like(weights.experts, len(experts), device)
+        with self._peers:
+            lacking = [slot for slot, expert in enumerate(experts) if not self._fill(made, slot, expert, layer)]
+        if lacking:
+            read = self._fallback.load_layer(layer, [experts[slot] for slot in lacking], device).experts
+            for source, slot in enumerate(lacking):
+                for target, part in _pairs(made, slot, expert_tensors(read, source)):
+                    target.copy_(part)
+            self.came_from["checkpoint"] += len(lacking)
+        return replace(weights, experts=made)
+
+    def _fill(self, made: ExpertWeights, slot: int, expert: int, layer: int) -> bool:
+        placement, present, weights = self._held(layer)
+        if expert in present:
+            for target, part in _pairs(made, slot, expert_tensors(weights.experts, present.index(expert))):
+                self._peers.copier.within(target, part)
+            self.came_from["here"] += 1
+            return True
+        asked = {"layer": layer, "version": placement.version, "expert": expert}
+        if not self._peers.fetch(self._holders.get(expert, ()), asked, lambda _: expert_tensors(made, slot)):
+            return False
+        self.came_from["peer"] += 1
+        return True
+
+
+class Peers:
+    """Connections to ranks that hand out what they hold; one that failed is not asked again. For one thread.
+
+    A context: they are closed at its end.
+    """
+
+    def __init__(self, *, hurry: bool = False):
+        """hurry: nobody computes meanwhile, so that copying need not spare anybody."""
+        self._hurry = hurry
+        self._socks: dict[LinkAddress, socket.socket | None] = {}
+        self.copier = _Copier()
+        self.copier.hurries = hurry
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for sock in self._socks.values():
+            if sock is not None:
+                sock.close()
+        self._socks.clear()
+
+    def fetch(
+        self,
+        addresses: Sequence[LinkAddress],
+        asked: dict[str, Any],
+        targets_of: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]],
+    ) -> bool:
+        """From the first of them that gives it. targets_of: the answer's header -> where its tensors go. False: none did."""
+        what = f"expert {asked['expert']}" if "expert" in asked else "what all ranks hold"
+        for address in addresses:
+            sock = self._connected(address)
+            if sock is None:
+                continue
+            try:
+                self._receive(sock, asked | {"hurry": self._hurry}, targets_of)
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("%s of layer %d from a peer: %s; trying elsewhere", what, asked["layer"], error)
+                sock.close()
+                self._socks[address] = None
+                continue
+            return True
+        return False
+
+    def _connected(self, address: LinkAddress) -> socket.socket | None:
+        if address not in self._socks:
+            self._socks[address] = None
+            try:
+                sock = address.connect(PEER_TIMEOUT_S)
+                sock.settimeout(PEER_TIMEOUT_S)
+                self._socks[address] = sock
+            except (OSError, ValueError) as error:
+                log.warning("a peer that holds experts does not answer: %s", error)
+        return self._socks[address]
+
+    def _receive(self, sock: socket.socket, asked: dict[str, Any], targets_of) -> None:
+        wire.send(sock, asked)
+        answer = wire.receive_header(sock)
+        if "missing" in answer:
+            raise KeyError(f"it has {answer['missing']}")
+        wanted = targets_of(answer)
+        if answer["tensors_of"] != _described(wanted):
+            raise ValueError(f"it holds {answer['tensors_of']}, this rank {_described(wanted)}")
+        for name, target in wanted.items():
+            for room in _chunks(target):
+                with self.copier.paced(room.device):
+                    header = wire.receive_header(sock)
+                    if header["name"] != name or header["tensors"] != [wire.describe(room)]:
+                        raise ValueError(
+                            f"{header['tensors']} of {header['name']}, expected {room.numel()} bytes of {name}"
+                        )
+                    with self.copier.from_host(room) as landing:
+                        wire.receive_exactly(sock, wire.as_bytes(landing))
+                        if zlib.crc32(wire.as_bytes(landing)) != header["crc"]:
+                            raise ValueError(f"a chunk of {name} is damaged")
+
+
+class _Copier:
+    """Chunks between host and device, on a stream of their own, with pauses. For one thread."""
+
+    def __init__(self):
+        self.hurries = False
+        self._stream: Any = None
+        self._pinned: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def paced(self, device: torch.device) -> Iterator[None]:
+        """Then a pause, by the processor time of what ran inside: waiting for the other end costs nobody anything."""
+        start = time.thread_time()
+        yield
+        if not self.hurries:
+            time.sleep((time.thread_time() - start) * (1 / SHARE[device.type] - 1))
+
+    def to_host(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Good until the next one."""
+        if chunk.device.type != "cuda":
+            return chunk
+        there = self._staging(chunk.numel())
+        # NOTE: what is held is complete. Waiting for the current stream could be for ever: it may itself wait, in a collective,
+        # for the rank that asks.
+        with self._on_stream(chunk.device, after=False):
+            there.copy_(chunk, non_blocking=True)
+        return there
+
+    @contextlib.contextmanager
+    def from_host(self, room: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Host memory whose bytes are in `room` afterwards."""
+        if room.device.type != "cuda":
+            yield room
+            return
+        landing = self._staging(room.numel())
+        yield landing
+        with self._on_stream(room.device):
+            room.copy_(landing, non_blocking=True)
+
+    def within(self, target: torch.Tensor, part: torch.Tensor) -> None:
+        for room, chunk in zip(_chunks(target), _chunks(part), strict=True):
+            with self.paced(room.device), self._on_stream(room.device):
+                room.copy_(chunk)
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        if self._pinned is None or self._pinned.numel() < nbytes:
+            self._pinned = torch.empty(max(nbytes, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._pinned[:nbytes]
+
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device, *, after: bool = True) -> Iterator[None]:
+        """after: of what the current stream has to do now, since who had this memory before may still use it."""
+        if device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:
+    """All that belongs to one expert, as views."""
+    return {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
+
+
+def common_tensors(weights: LayerWeights) -> dict[str, torch.Tensor]:
+    """What every rank holds of a layer, by dotted names: "gate.weight_EK", "shared.w2_KS", "experts.a1"."""
+    parts: dict[str, Any] = {"gate": weights.gate, "shared": weights.shared}
+    found = {
+        f"{part}.{each.name}": tensor
+        for part, held in parts.items()
+        if held is not None
+        for each in fields(held)
+        if isinstance(tensor := getattr(held, each.name), torch.Tensor)
+    }
+    tensors = weights.experts.tensors().items()
+    return found | {f"experts.{name}": tensor for name, tensor in tensors if name in LAYER_WIDE}
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()}
+
+
+def _by_expert(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.tensors().items() if name not in LAYER_WIDE}
+
+
+def _like(weights: ExpertWeights, num_experts: int, device: torch.device) -> ExpertWeights:
+    """The same tensors for another number of experts, with undefined contents. What is the layer's stays."""
+    made: dict[str, Any] = {
+        name: torch.empty((num_experts, *each.shape[1:]), dtype=each.dtype, device=device)
+        for name, each in _by_expert(weights).items()
+    }
+    return replace(weights, derived={}, **made)
+
+
+def _pairs(made: ExpertWeights, slot: int, parts: Mapping[str, torch.Tensor]):
+    return [(target[slot], parts[name]) for name, target in _by_expert(made).items()]
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Its bytes, in order, as views of at most CHUNK_BYTES; a scalar is one chunk."""
+    return tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES)

@@ -1,0 +1,425 @@
+"""One rank as a plain class: its experts, gates and kernel. Knows neither Ray nor gRPC.
+
+worker = Worker(config, ranks)    checks the configuration; no weight is read, nothing is collective
+worker.load()                     reads this rank's experts, gates and shared experts
+worker.warm_up()                  collective: builds the kernel, compiles, runs real steps
+worker.step(plan, x, ids, w)      collective
+worker.arrange(rank, arrangement) another rank, number of ranks or placement: keeps what it holds, reads what it lacks
+worker.regroup(ranks)             after a failure: another process group, the same weights; warm_up() comes next
+worker.stage(layer, placement)    while serving: the layer's experts of another placement, beside the present ones
+worker.adopt(layer, version)      the staged placement is the present one; the other one is freed
+worker.close()                    collective
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from epserve.config import Config
+from epserve.errors import CheckpointError, InternalError, NotReady
+from epserve.link.failure import StepError
+from epserve.models import LateCheckpoint, LayerWeights, UnchangedCheckpoint, open_checkpoint
+from epserve.models.slices import SlicedLayers
+from epserve.modular_kernel import RankContext, Routing
+from epserve.modular_kernel.measured.known_times import KnownTable, KnownTimes
+from epserve.modular_kernel.measured.selection import Choice
+from epserve.process.phases import IDLE, PhaseClock
+
+from .device_facts import compile_counter, free_bytes, peak_bytes
+from .expert_load import LoadCounter
+from .gate import fitted, route, whole
+from .gate import warm_up as warm_up_gate
+from .layer_kernels import LayerKernels
+from .placement import Placement, left_out, to_physical
+from .setup import plan as rank_plan
+from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
+
+WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
+STAGING_MARGIN = 1.25  # free memory against the bytes of one layer: what else grows meanwhile must not fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """A layer of the next placement. `experts`: what was read, whatever became of the rank's number since."""
+
+    placement: Placement
+    experts: tuple[int, ...]
+    weights: LayerWeights
+    prepared: bool = True
+    """Whether the experts class has seen them."""
+
+
+class Worker:
+    """`ranks.group` must be initialised before warm_up() where there are several ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: RankContext,
+        *,
+        placements: Mapping[int, Placement] | None = None,
+        source: LayerSource | None = None,
+        peers: LayerSource | None = None,
+        checkpoint: UnchangedCheckpoint | LateCheckpoint | None = None,
+        times: Iterable[KnownTable] | None = None,
+    ):
+        """placements: of each layer; none: the first ones that the configuration gives. source: whoever reads the weights.
+        peers: in its place, ranks that hold what this one is to hold (their slices, where ranks share experts).
+        checkpoint: the one of the service's start; none: as it is now. times: what the ranks of a running service measured.
+
+        Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read.
+        """
+        self.config, self.ranks = config, ranks
+        self.checkpoint = checkpoint or UnchangedCheckpoint(
+            config.model.path, config.model.dtype, opened=open_checkpoint
+        )
+        self.info = self.checkpoint.info
+        self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
+        self.checkpoint.serve_as(self.plan.served)
+        self._source = peers or self._sliced(source or self.checkpoint)
+        self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
+        self.clock = PhaseClock(ranks.device)
+        self.counters = Counters()
+        self.left_out: dict[int, tuple[int, ...]] = {}
+        """Of the last step: its parts whose tokens chose experts that are on no rank, and which."""
+        self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
+        self._layers: dict[int, LayerWeights] = {}
+        self._experts: dict[int, tuple[int, ...]] = {}
+        """Of `_layers`, logical ids in slot order: what is here, also where arrange() came to no end."""
+        self._staged: dict[int, _Staged] = {}
+        self._arranging = threading.Lock()  # `held` is asked by threads of other ranks
+        self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
+        self.known = KnownTimes()
+        """What was measured here, for this arrangement and for earlier ones, and what other ranks have told."""
+        if times is not None:
+            self.known.add(times)
+            self.known.started = True
+        self.kernels = LayerKernels(self.plan, config, ranks, self.known)
+
+    @property
+    def phase(self) -> str:
+        """What this rank is doing; "idle" between steps."""
+        return self.clock.phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.clock.enter(name)
+
+    @property
+    def late_compiles(self) -> int:
+        """Kernels that Triton compiled after warm-up, on the request path."""
+        counter = compile_counter()
+        return counter.num_late if counter is not None else 0
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Logical ids of this rank's slots, in the first layer served."""
+        return self.placements[self.plan.layers[0]].experts_of(self.ranks.rank)
+
+    def load(self) -> LoadReport:
+        start = time.perf_counter()
+        self.phase = "load"
+        for layer in self.plan.layers:
+            self._take(layer, self.placements[layer].experts_of(self.ranks.rank))
+        self._source = self._sliced(self.checkpoint)  # copies in host memory have done their duty
+        self.phase = "idle"
+        return LoadReport(
+            rank=self.ranks.rank,
+            experts=self.experts,
+            num_layers=len(self._layers),
+            weights_bytes=self.weights_bytes,
+            peak_bytes=peak_bytes(self.ranks.device),
+            seconds=time.perf_counter() - start,
+            backends=self.plan.chosen.names,
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the experts, once each; gates and shared experts are small beside them."""
+        return sum(_held_bytes(layer) for layer in self._layers.values())
+
+    def warm_up(self) -> None:
+        """Collective. Builds the kernel, lets it compile and reserve, then runs one small step a layer."""
+        assert self._layers, "load() comes first"
+        self.phase = "warm-up"
+        self._build()
+        with torch.no_grad():
+            for weights in self._layers.values():
+                warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype)
+            first = next(iter(self._layers.values()))
+            self.kernels.warm_up(self._layers, self.clock.enter)
+            if first.shared is not None:
+                first.shared.warm_up()
+        tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
+        shape = self.plan.spec.shape
+        x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
+        mode = "routed" if self.info.gate.scoring == "client" else "block"
+        routed = (WARM_UP_TOKENS, self.info.top_k)
+        ids_Mt, weights_Mt = torch.zeros(routed, dtype=torch.int32), torch.ones(routed)
+        counters = self.counters
+        for layer in self._layers:
+            version = self.placements[layer].version
+            plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
+            self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
+        self.counters = counters
+        self._capture({layer: (self.placements[layer].version, weights) for layer, weights in self._layers.items()})
+        if (counter := compile_counter()) is not None:
+            counter.ready()
+        self.phase = IDLE
+
+    def step(
+        self, plan: StepPlan, x_MK: torch.Tensor | Rows, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Collective. `x_MK` `(m, K)` in the model's dtype, on any device; the result `(m, K)` is on the rank's device.
+
+        ids_Mt, weights_Mt: mode "routed" only, int32 logical ids (checked at the door) and float32 weights.
+        Any failure is a StepError that names rank, step and phase: peers then wait for this rank, so leave the group.
+        """
+        self.phase = "check"
+        try:
+            with torch.inference_mode():
+                out_MK = self._step(plan, x_MK, ids_Mt, weights_Mt)
+        except Exception as error:
+            raise StepError(self.ranks.rank, plan.step, self.phase, f"{type(error).__name__}: {error}") from error
+        self.phase = "idle"
+        return out_MK
+
+    def check(self) -> None:
+        """After the result has been waited for: raises RankFailed where a device kept a failure to itself until now."""
+        self.kernels.check()
+
+    def explain(self) -> list[str]:
+        """What was measured and chosen on this rank, and why something that was configured does not happen."""
+        return self.kernels.notes()
+
+    def experts_choices(self) -> tuple[Choice, ...]:
+        """Which experts backend computes batches of how many rows on this rank; empty: there is one for all."""
+        return self.kernels.experts_choices()
+
+    def time_experts(self, *, again: bool) -> list[str]:
+        """For `epserve tune`: after load(), instead of warm_up() and not collective. What was measured, as `explain`."""
+        assert self._layers, "load() comes first"
+        with torch.inference_mode():
+            return self.kernels.time_experts(self._layers, again)
+
+    def leave(self) -> None:
+        """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
+
+        NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
+        """
+        self.ranks = replace(self.ranks, group=None)
+        self.kernels.leave()
+
+    def regroup(self, ranks: RankContext) -> None:
+        """Take another process group; warm_up() comes next."""
+        assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "arrange() gives another place"
+        self.leave()
+        self.ranks = ranks
+
+    def arrange(self, rank: int, arrangement: Arrangement) -> None:
+        """Not collective; leave() came before, regroup() comes next. What is staged is taken where it fits, else dropped."""
+        assert not self.kernels.built, "leave() comes first"
+        ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
+        device, slices = ranks.device.type, self.config.engine.tensor_parallel
+        assert rank % slices == self.ranks.rank % slices, "a rank keeps its slice"
+        with self._arranging:
+            for layer, placement in arrangement.placements.items():
+                wanted, staged = placement.experts_of(rank), self._staged.get(layer)
+                if staged is not None and staged.experts == wanted:
+                    self._layers[layer], self._experts[layer] = staged.weights, wanted
+                    if not staged.prepared:
+                        self._unprepared.add(layer)
+                elif self._experts.get(layer) != wanted:
+                    self.checkpoint.check()  # before anything is given up
+                    self._layers.pop(layer, None)  # freed before the new ones are read
+                    self._experts.pop(layer, None)
+                    self._take(layer, wanted)
+                self._staged.pop(layer, None)
+            if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
+                self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
+                # The present ones are for other numbers of experts.
+                self.kernels = LayerKernels(self.plan, arrangement.config, ranks, self.known)
+            self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
+
+    def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
+        """The present placement of a layer, the logical experts of this rank's slots, and their weights. From any thread."""
+        with self._arranging:
+            placement = self.placements[layer]
+            return placement, self._experts[layer], self._layers[layer]
+
+    def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
+        """From the checkpoint. Raises CheckpointError where it is not the one that was loaded any more."""
+        return self._source.load_layer(layer, experts, device)
+
+    def out_of_reach(self, rank: int, arrangement: Arrangement) -> tuple[int, ...]:
+        """Layers whose experts arrange() would have to read, where the checkpoint cannot be read any more."""
+        placements = arrangement.placements.items()
+        lacking = tuple(layer for layer, each in placements if self._experts.get(layer) != each.experts_of(rank))
+        try:
+            if lacking:
+                self.checkpoint.check()
+        except CheckpointError:
+            return lacking
+        return ()
+
+    def secure(self, rank: int, arrangement: Arrangement, source: LayerSource, layers: Sequence[int]) -> None:
+        """Before arrange(), while steps run: take its experts of `layers` from `source`. Raises what that raises, NotReady."""
+        one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
+        needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
+        free = self._free_bytes()
+        if free < needed * STAGING_MARGIN:
+            raise NotReady(
+                f"{self.config.model.path} has changed since the start, and there is no memory to take experts from"
+                f" other ranks beside the present ones: about {needed >> 20} MiB, {free >> 20} MiB are free"
+            )
+        for layer in layers:
+            wanted = arrangement.placements[layer].experts_of(rank)
+            read = self._with_dense(source.load_layer(layer, wanted, self.ranks.device))
+            placement = arrangement.placements[layer]
+            self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read, prepared=False)
+
+    def stage(self, layer: int, placement: Placement, *, source: LayerSource | None = None) -> bool:
+        """Not collective; steps may run meanwhile. False: there is no memory for it, and nothing has changed.
+
+        source: other than the checkpoint. Raises what it raises, CheckpointError for a checkpoint that was changed.
+        """
+        assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
+        needed = _held_bytes(self._layers[layer])
+        if self._free_bytes() < needed * STAGING_MARGIN:
+            return False
+        wanted = placement.experts_of(self.ranks.rank)
+        read = (source or self).load_layer(layer, wanted, self.ranks.device)
+        ready = self.kernels.prepare_weights(layer, read.experts)
+        read = replace(self._with_dense(read), experts=ready)
+        self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read)
+        return True
+
+    def capture_staged(self, layer: int) -> None:
+        """Between two steps, before any step of the staged placement: its CUDA graphs, where there are any.
+
+        NOTE: before, since a rank that replays a graph and one that does not would not understand each other.
+        """
+        if (staged := self._staged.get(layer)) is not None:
+            self._capture({layer: (staged.placement.version, staged.weights)})
+
+    def adopt(self, layer: int, version: int) -> None:
+        """No step of the old placement may follow. Without a staged one of this version: nothing happens."""
+        if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
+            with self._arranging:
+                self.placements[layer], self._layers[layer] = staged.placement, staged.weights
+                self._experts[layer] = staged.experts
+            del self._staged[layer]
+            self._keep_graphs()
+
+    def unstage(self, layer: int) -> None:
+        if self._staged.pop(layer, None) is not None:
+            self._keep_graphs()
+
+    def _sliced(self, source: LayerSource) -> LayerSource:
+        """Where ranks share experts: of this rank's slice. Its number does not change with another place."""
+        slices = self.config.engine.tensor_parallel
+        return source if slices == 1 else SlicedLayers(source, self.plan.served, self.ranks.rank % slices, slices)
+
+    def _take(self, layer: int, experts: tuple[int, ...]) -> None:
+        self._layers[layer] = self._with_dense(self.load_layer(layer, experts, self.ranks.device))
+        self._experts[layer] = experts
+        self._unprepared.add(layer)
+
+    def _with_dense(self, read: LayerWeights) -> LayerWeights:
+        gate = fitted(read.gate, self.info.gate, self.info.dtype)
+        return replace(read, gate=gate, shared=None if read.shared is None else read.shared.fitted())
+
+    def close(self) -> None:
+        """Collective. Frees buffers; the process group belongs to whoever made it."""
+        self._layers.clear()
+        self._staged.clear()
+        self.kernels.destroy()
+
+    def _step(self, plan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
+        placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
+        device, shared = self.ranks.device, None
+        self.phase = "copy in"
+        x_MK = x_MK.to(device, non_blocking=True)
+        self.phase = "gate"
+        if plan.mode == "block":
+            routing, shared = route(x_MK, weights.gate, self.info.gate), weights.shared
+        else:
+            ids_Mt, weights_Mt = (each.to(device, non_blocking=True).contiguous() for each in (ids_Mt, weights_Mt))
+            routing = Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
+        first = sum(plan.tokens_per_rank[: self.ranks.rank])
+        physical = to_physical(routing, placement, token_offset=first)
+        if plan.step >= 0:  # warm-up's tokens are nobody's
+            self.load_counter.add(plan.layer, routing.ids_Mt)
+            self.left_out = left_out(routing.ids_Mt, placement, plan.parts or (len(x_MK),))
+        out_MK = self.kernels.forward(
+            (plan.layer, plan.placement), x_MK, whole(physical, self.info.top_k), weights=weights.experts,
+            tokens_per_rank=plan.tokens_per_rank, shared_experts=shared,
+        )  # fmt: skip
+        done = self.counters
+        self.counters = Counters(
+            steps=done.steps + 1, tokens=done.tokens + x_MK.shape[0], slots=done.slots + routing.ids_Mt.numel()
+        )
+        return out_MK
+
+    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
+        """The plan against what came: a mismatch here is a defect of the scheduler, not of a caller."""
+        rank, shape = self.ranks.rank, self.plan.spec.shape
+        if not self.kernels.built:
+            raise InternalError("the kernel is not built: warm_up() comes before step()")
+        if plan.layer not in self._layers:
+            raise InternalError(f"layer {plan.layer} is not loaded (loaded: {sorted(self._layers)})")
+        if len(plan.tokens_per_rank) != self.ranks.world_size:
+            raise InternalError(f"plan for {len(plan.tokens_per_rank)} ranks, there are {self.ranks.world_size}")
+        expected = (plan.tokens_per_rank[rank], shape.hidden)
+        if tuple(x_MK.shape) != expected or x_MK.dtype != shape.dtype:
+            raise InternalError(f"hidden states {tuple(x_MK.shape)} {x_MK.dtype}, planned {expected} {shape.dtype}")
+        if plan.mode not in ("block", "routed"):
+            raise InternalError(f"mode {plan.mode!r} is not 'block' or 'routed'")
+        if (plan.mode == "routed") != (ids_Mt is not None and weights_Mt is not None):
+            raise InternalError(f"mode {plan.mode!r} with ids {ids_Mt is not None}, weights {weights_Mt is not None}")
+        held = {self.placements[plan.layer].version: (self.placements[plan.layer], self._layers[plan.layer])}
+        if (staged := self._staged.get(plan.layer)) is not None:
+            held[staged.placement.version] = staged.placement, staged.weights
+        if plan.placement not in held:
+            raise InternalError(f"placement {plan.placement} of layer {plan.layer} is not here (here: {sorted(held)})")
+        return held[plan.placement]
+
+    def _build(self) -> None:
+        """The kernels on the present group."""
+        if not self.kernels.built:
+            self.kernels.build(self.ranks)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Let the experts classes see the layers that were read since."""
+        for layer in sorted(self._unprepared & set(self._layers)):
+            weights = self._layers[layer]
+            self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(layer, weights.experts))
+        self._unprepared.clear()
+
+    def _capture(self, layers: Mapping[int, tuple[int, LayerWeights]]) -> None:
+        with torch.no_grad():
+            self.kernels.capture(((layer, version), weights) for layer, (version, weights) in layers.items())
+
+    def _keep_graphs(self) -> None:
+        keys = {(layer, self.placements[layer].version) for layer in self._layers}
+        self.kernels.keep_graphs(keys | {(layer, each.placement.version) for layer, each in self._staged.items()})
+
+    def _free_bytes(self) -> int:
+        """Of the device, this rank's share of it."""
+        return free_bytes(self.ranks.device) // self.ranks.sharers
+
+
+def _held_bytes(layer: LayerWeights) -> int:
+    """Of its experts, with what lies behind their rows."""
+    return sum(max(tensor.nbytes, _reach(tensor)) for tensor in layer.experts.tensors().values())
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its start to its end, zeros behind its rows included."""
+    return tensor.shape[0] * tensor.stride(0) * tensor.element_size() if tensor.ndim else 0

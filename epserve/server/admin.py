@@ -1,0 +1,54 @@
+"""The Admin service: moving experts and changing the number of ranks, for operators only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from epserve.errors import PermissionDenied
+from epserve.protocol import admin_pb2 as pb
+from epserve.protocol import admin_pb2_grpc as pb_grpc
+from epserve.protocol import status
+
+from .calls import is_on_this_host
+
+if TYPE_CHECKING:
+    from epserve.engine.engine import Engine
+
+
+class AdminServicer(pb_grpc.AdminServicer):
+    """guarded: tokens are asked for, and the interceptor has let none but admins in."""
+
+    def __init__(self, engine: Engine, *, guarded: bool):
+        self._engine, self._guarded = engine, guarded
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.RebalanceReply:
+        try:
+            self._check(context)
+            done = await self._engine.rebalance()
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        return pb.RebalanceReply(
+            layers=done.layers,
+            skipped=done.skipped,
+            moved=done.moved,
+            imbalance_before=done.before,
+            imbalance_after=done.after,
+            seconds=done.seconds,
+        )
+
+    async def Scale(self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext) -> pb.ScaleReply:
+        try:
+            self._check(context)
+            done = await self._engine.scale(request.ranks)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        return pb.ScaleReply(before=done.before, after=done.after, seconds=done.seconds, paused_seconds=done.paused_s)
+
+    def _check(self, context: grpc.aio.ServicerContext) -> None:
+        if not self._guarded and not is_on_this_host(context.peer()):
+            raise PermissionDenied(
+                f"{context.peer()} is on another machine and server.tokens_file is not set: Admin is for local callers,"
+                " or for tokens that are marked admin"
+            )

@@ -1,0 +1,339 @@
+"""The door: every check of a request, and bytes to tensors and back.
+
+`Door.check` sees headers only and costs microseconds, so that nothing is allocated for a request that cannot be served;
+`Door.decode` looks at values. Both raise CallerError whose message names the field, both numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epserve.config import ServerConfig
+from epserve.engine.planning import Priority
+from epserve.engine.shares import not_finite
+from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
+from epserve.models import ModelInfo
+from epserve.modular_kernel import check_routing
+from epserve.modular_kernel.quantization import BLOCK
+from epserve.process import ranges
+from epserve.protocol import epserve_pb2 as pb
+from epserve.protocol import fp8, wire
+from epserve.rank.step import RegionRows
+
+from .cuda_regions import CudaRegion, check_use
+from .finite import all_finite
+from .regions import Region, Slice
+
+HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
+ID_DTYPES = (pb.INT8, pb.INT16, pb.INT32, pb.INT64, pb.UINT8, pb.UINT16, pb.UINT32)
+WEIGHT_DTYPES = (pb.FP32, pb.FP16, pb.BF16)
+MAX_ID_CHARS = 128
+_ID_CHARS = frozenset(string.ascii_letters + string.digits + string.punctuation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A header that passed. `sizes`: field -> bytes that must come; `slices`: field -> where they lie instead.
+
+    output: where the result goes, instead of into the reply.
+    """
+
+    request_id: str
+    layer: int
+    tokens: int
+    headers: Mapping[pb.Field, pb.Tensor]
+    sizes: Mapping[pb.Field, int]
+    slices: Mapping[pb.Field, Slice]
+    output: Slice | None
+    reply_dtype: pb.DType
+    keep_not_finite: bool = False
+    priority: Priority = Priority.NORMAL
+
+    nbytes: int
+    """Of all tensors that come in."""
+    reply_bytes: int = 0
+    """Of the result, where it goes out with the reply."""
+
+    @property
+    def regions(self) -> set[Region]:
+        """Those that its tensors and its result lie in."""
+        slices = self.slices.values() if self.output is None else (*self.slices.values(), self.output)
+        return {each.region for each in slices}
+
+    @property
+    def source(self) -> RegionRows | None:
+        """Where the hidden states lie on a GPU; None: they come here."""
+        return _on_gpu(self.slices.get(pb.HIDDEN_STATES), self.headers[pb.HIDDEN_STATES].dtype)
+
+    @property
+    def target(self) -> RegionRows | None:
+        """Where the result goes on a GPU; None: it comes here."""
+        return _on_gpu(self.output, self.reply_dtype)
+
+    @property
+    def work(self) -> int:
+        """Bytes that this process reads or converts before the ranks compute."""
+        hidden = self.slices.get(pb.HIDDEN_STATES)
+        return self.nbytes - (hidden.nbytes if hidden is not None and hidden.on_gpu else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedRequest:
+    """`hidden` (M, K) of the model's dtype; `ids` int32 and `weights` float32 (M, top_k), or None for the layer's gate."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+Resolve = Callable[[pb.RegionSlice, int, str], Slice]
+"""(slice, bytes that it must have, name of the field) -> where that is. Raises CallerError."""
+
+
+def no_regions(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
+    raise InvalidRequest(f"{field}: shared-memory regions are not served to this client", field=field)
+
+
+class Door:
+    """`layers`: those that are served, perhaps not all of the model's."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        layers: tuple[int, ...],
+        limits: ServerConfig,
+        *,
+        make_buffer: wire.MakeBuffer = wire.plain_buffer,
+    ):
+        """make_buffer: for the tensors of requests; memory that the ranks share saves a copy."""
+        self.info, self.layers, self.limits = info, layers, limits
+        self._make_buffer = make_buffer
+
+    def check(
+        self,
+        request: pb.ForwardRequest,
+        request_id: str,
+        resolve: Resolve = no_regions,
+        *,
+        priority: Priority = Priority.NORMAL,
+    ) -> CheckedRequest:
+        """Raises UnknownLayer, TooLarge, or InvalidRequest with the field. resolve: where the tensors' regions are."""
+        if request.layer not in self.layers:
+            served = ranges.shown(self.layers)
+            raise UnknownLayer(
+                f"layer: {request.layer} is not a served MoE layer of {self.info.name} (served: {served})",
+                field="layer",
+            )
+        if not request.HasField("hidden_states"):
+            raise InvalidRequest("hidden_states: missing; send (tokens, hidden) activations", field="hidden_states")
+        headers = wire.declared(request)
+        tokens = self._check_hidden(headers[pb.HIDDEN_STATES])
+        self._check_scales(headers, tokens)
+        reply_dtype = self._checked_reply_dtype(request)
+        if (pb.TOPK_IDS in headers) != (pb.TOPK_WEIGHTS in headers):
+            there, missing = ("topk_ids", "topk_weights") if pb.TOPK_IDS in headers else ("topk_weights", "topk_ids")
+            text = f"{missing}: missing while {there} came; send both, or neither to let the layer's gate choose"
+            raise InvalidRequest(text, field=missing)
+        if pb.TOPK_IDS in headers:
+            self._check_routing_headers(headers, tokens)
+        nbytes = {which: wire.num_bytes(tensor) for which, tensor in headers.items()}
+        total, limit = sum(nbytes.values()), self.limits.max_message_bytes
+        if total > limit:
+            raise TooLarge(
+                f"request: {tokens} tokens make {total} bytes, at most {limit} are allowed"
+                " (server.max_message_bytes); send fewer tokens a request",
+                field="hidden_states",
+            )
+        slices = {
+            which: resolve(tensor.region, nbytes[which], wire.FIELDS[which])
+            for which, tensor in headers.items()
+            if _lies_in_region(tensor, wire.FIELDS[which])
+        }
+        output = None
+        reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
+        if request.HasField("output"):
+            output = resolve(request.output, reply_bytes, "output")
+        others = {wire.FIELDS[which]: each for which, each in slices.items() if which != pb.HIDDEN_STATES}
+        dtypes = request.hidden_states.dtype, reply_dtype
+        check_use(slices.get(pb.HIDDEN_STATES), others, output, dtypes)
+        return CheckedRequest(
+            request_id=request_id,
+            layer=request.layer,
+            tokens=tokens,
+            headers=headers,
+            sizes={which: size for which, size in nbytes.items() if which not in slices},
+            slices=slices,
+            output=output,
+            reply_dtype=reply_dtype,
+            keep_not_finite=request.keep_not_finite,
+            priority=priority,
+            nbytes=total,
+            reply_bytes=0 if output is not None else reply_bytes,
+        )
+
+    def _check_hidden(self, tensor: pb.Tensor) -> int:
+        name = "hidden_states"
+        _check_dtype(name, tensor, HIDDEN_DTYPES)
+        tokens, hidden = _two_dims(name, tensor, "(tokens, hidden)")
+        if hidden != self.info.hidden:
+            text = f"{name}: hidden size {hidden}, but {self.info.name} has {self.info.hidden}"
+            raise InvalidRequest(text, field=name)
+        limit = self.limits.max_tokens_per_request
+        if tokens > limit:
+            raise TooLarge(
+                f"{name}: {tokens} tokens, at most {limit} are allowed (server.max_tokens_per_request);"
+                " split them over several requests",
+                field=name,
+            )
+        return tokens
+
+    def _check_scales(self, headers: Mapping[pb.Field, pb.Tensor], tokens: int) -> None:
+        name, wanted = "hidden_scales", headers[pb.HIDDEN_STATES].dtype == pb.FP8_E4M3
+        if wanted != (pb.HIDDEN_SCALES in headers):
+            text = (
+                "missing; float8_e4m3fn hidden_states need them" if wanted else "only for float8_e4m3fn hidden_states"
+            )
+            raise InvalidRequest(f"{name}: {text}", field=name)
+        if wanted:
+            self._check_blocks("hidden_states")
+            _check_dtype(name, headers[pb.HIDDEN_SCALES], (pb.FP32,))
+            got, must = tuple(headers[pb.HIDDEN_SCALES].shape), (tokens, self.info.hidden // BLOCK)
+            if got != must:
+                raise InvalidRequest(f"{name}: shape {got}, must be {must}: one for each 1x{BLOCK} block", field=name)
+
+    def _check_blocks(self, name: str) -> None:
+        if self.info.hidden % BLOCK:
+            text = (
+                f"{name}: hidden size {self.info.hidden} is not a multiple of {BLOCK}; float8_e4m3fn needs whole blocks"
+            )
+            raise InvalidRequest(text, field=name)
+
+    def _checked_reply_dtype(self, request: pb.ForwardRequest) -> pb.DType:
+        name, dtype = "reply_dtype", request.reply_dtype
+        if not dtype:
+            sent = request.hidden_states.dtype
+            return pb.BF16 if sent == pb.FP8_E4M3 else sent
+        if dtype not in HIDDEN_DTYPES:
+            raise InvalidRequest(f"{name}: {_dtype_name(dtype)} (allowed: {_dtype_names(HIDDEN_DTYPES)})", field=name)
+        if dtype == pb.FP8_E4M3:
+            self._check_blocks(name)
+            if request.HasField("output"):
+                raise InvalidRequest(
+                    f"{name}: float8_e4m3fn does not go with output; its scales have no place", field=name
+                )
+        return dtype
+
+    def _check_routing_headers(self, headers: Mapping[pb.Field, pb.Tensor], tokens: int) -> None:
+        _check_dtype("topk_ids", headers[pb.TOPK_IDS], ID_DTYPES)
+        _check_dtype("topk_weights", headers[pb.TOPK_WEIGHTS], WEIGHT_DTYPES)
+        for which in (pb.TOPK_IDS, pb.TOPK_WEIGHTS):
+            name = wire.FIELDS[which]
+            rows, width = _two_dims(name, headers[which], "(tokens, top_k)")
+            if rows != tokens:
+                raise InvalidRequest(f"{name}: {rows} rows, but hidden_states has {tokens} tokens", field=name)
+            if not 1 <= width <= self.info.top_k:
+                text = f"{name}: {width} experts a token, {self.info.name} allows 1 to {self.info.top_k}"
+                raise InvalidRequest(text, field=name)
+        ids, weights = tuple(headers[pb.TOPK_IDS].shape), tuple(headers[pb.TOPK_WEIGHTS].shape)
+        if ids != weights:
+            text = f"topk_weights: shape {weights} differs from the shape {ids} of topk_ids"
+            raise InvalidRequest(text, field="topk_weights")
+
+    def assembly(self, checked: CheckedRequest) -> wire.Assembly:
+        """For the bytes that come with a request or after it."""
+        return wire.Assembly(checked.sizes, self._make_buffer)
+
+    def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> DecodedRequest:
+        """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range.
+
+        Bytes in regions are read here.
+        """
+        read = {which: each.read(self._make_buffer) for which, each in checked.slices.items() if not each.on_gpu}
+        buffers = {**buffers, **read}
+        if checked.source is not None and checked.tokens:
+            shape = (checked.tokens, self.info.hidden)
+            hidden = torch.empty(
+                shape, dtype=self.info.dtype, device="meta"
+            )  # the rank has the values, and checks them
+        else:
+            hidden = self._hidden(checked, buffers)
+        if pb.TOPK_IDS not in checked.headers:
+            return DecodedRequest(hidden=hidden, ids=None, weights=None)
+        ids = self._tensor(checked, buffers, pb.TOPK_IDS)
+        weights = self._tensor(checked, buffers, pb.TOPK_WEIGHTS)
+        routing = check_routing(ids, weights, num_tokens=checked.tokens, num_experts=self.info.num_experts)
+        ids, weights = routing.ids_Mt, routing.weights_Mt
+        if missing := self.info.top_k - ids.shape[1]:  # one width for all, so that requests can be joined into one step
+            ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+            weights = torch.nn.functional.pad(weights, (0, missing))
+        return DecodedRequest(hidden=hidden, ids=ids, weights=weights)
+
+    def _hidden(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> torch.Tensor:
+        """In the model's dtype, and finite."""
+        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
+        if pb.HIDDEN_SCALES in checked.headers:
+            scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
+            hidden = fp8.dequantise(hidden, scales, self.info.dtype)
+        sent, hidden = hidden, hidden.to(self.info.dtype)
+        if not all_finite(hidden):
+            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
+            value = sent[row, column].item()
+            became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
+            raise not_finite(self.info.dtype, row, column, became)
+        return hidden
+
+    def _tensor(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any], which: pb.Field) -> torch.Tensor:
+        return wire.decode(
+            buffers.get(which, b""), checked.headers[which], as_torch=True, make_buffer=self._make_buffer
+        )
+
+
+def _on_gpu(where: Slice | None, dtype: pb.DType) -> RegionRows | None:
+    if where is None or not isinstance(where.region, CudaRegion):
+        return None
+    return where.region.rows(where.offset, dtype)
+
+
+def checked_request_id(request_id: str) -> str:
+    """Goes into logs: no control characters, no spaces, bounded."""
+    if len(request_id) > MAX_ID_CHARS or not _ID_CHARS.issuperset(request_id):
+        text = f"request_id: {len(request_id)} characters; at most {MAX_ID_CHARS} printable ASCII ones without spaces"
+        raise InvalidRequest(text, field="request_id")
+    return request_id
+
+
+def _check_dtype(name: str, tensor: pb.Tensor, allowed: tuple[Any, ...]) -> None:
+    if tensor.dtype not in allowed:
+        text = f"{name}: dtype {_dtype_name(tensor.dtype)} is not allowed here (allowed: {_dtype_names(allowed)})"
+        raise InvalidRequest(text, field=name)
+
+
+def _dtype_name(dtype: int) -> str:
+    return wire.DTYPE_NAMES.get(dtype, f"number {dtype}" if dtype else "unset")  # type: ignore[call-overload]
+
+
+def _dtype_names(allowed: tuple[Any, ...]) -> str:
+    return ", ".join(wire.DTYPE_NAMES[dtype] for dtype in allowed)
+
+
+def _lies_in_region(tensor: pb.Tensor, name: str) -> bool:
+    if tensor.HasField("region") and tensor.data:
+        text = f"{name}: has {len(tensor.data)} bytes of data and names a region; one of the two"
+        raise InvalidRequest(text, field=name)
+    return tensor.HasField("region")
+
+
+def _two_dims(name: str, tensor: pb.Tensor, meaning: str) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        text = f"{name}: {len(tensor.shape)} dimensions, must be 2: {meaning}"
+        raise InvalidRequest(text, field=name)
+    rows, columns = tensor.shape
+    if rows < 0 or columns < 0:
+        raise InvalidRequest(f"{name}: shape ({rows}, {columns}) has a negative dimension", field=name)
+    return rows, columns

@@ -1,0 +1,412 @@
+"""Shared-memory regions of clients on this host: what is registered, by whom, and reads and writes within its bounds.
+
+A region is a window of a POSIX shared-memory object. The server keeps a file descriptor and no mapping: a client may cut
+its object short at any time, which would end a process that reads a mapping of it (SIGBUS), while `preadv` just comes back
+with fewer bytes. It also takes the one copy that a check of ids needs, since the client can write while it is read.
+
+Front ends of one host know each other's regions (`share`), so that a client's calls may go to any of them: the one that
+registered a region has checked who may, the others open the same object and keep to the same owner, name and bounds.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epserve.config import ServerConfig
+from epserve.errors import InvalidRequest, Overloaded, PermissionDenied, TooLarge
+from epserve.joining.board import Board, Handlers
+from epserve.protocol import epserve_pb2 as pb
+
+log = logging.getLogger("epserve.server")
+
+FOLDER = Path("/dev/shm")
+_KEY = re.compile(r"/?([A-Za-z0-9._\-]{1,200})")
+RESERVED_PREFIX = "epserve-"
+"""Objects of this service and of its own clients: nobody gets at them without showing that he can write them."""
+MAX_REGIONS_PER_CLIENT = 256
+MAX_REGIONS = 512
+"""Each costs a file descriptor, and processes have 1,024 of them by default."""
+PROOF_BYTES = range(16, 65)
+PROOF_DIFFERENT = 8
+"""Memory is full of zeros and other fills that anybody may guess. 16 random bytes have fewer different ones less than once in
+10^12 times."""
+_IO_BYTES = 1 << 30
+"""Linux moves at most 2 GiB in one call."""
+
+
+class Region:
+    """One window. Reads and writes may come from any thread; the descriptor lives until the last of them is done.
+
+    adopted: another front end registered it, and decides when its lease is over.
+    """
+
+    gpu_uuid = ""
+    """Of the GPU that it lies on; empty: it is system memory."""
+
+    def __init__(
+        self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int,
+        adopted: bool = False,
+    ):  # fmt: skip
+        self.owner, self.name, self.key, self.offset, self.size = owner, name, key, offset, size
+        self.lease_s, self.adopted = lease_s, adopted
+        self.last_used = self.told_used = time.monotonic()
+        self.users = 0
+        self._fd, self._registered, self._released = fd, True, False
+        self._lock = threading.Lock()
+
+    def used(self) -> Region:
+        """`with region.used() as fd`: open until the block ends. Raises InvalidRequest when the region is gone."""
+        return self
+
+    def __enter__(self) -> int:
+        with self._lock:
+            if self._released:
+                raise InvalidRequest(f"region: {self.name!r} was unregistered meanwhile", field="region")
+            self.users += 1
+            return self._fd
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self.users -= 1
+            self.last_used = time.monotonic()
+            self._close_if_idle()
+
+    def unregister(self) -> None:
+        with self._lock:
+            self._registered = False
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._registered and not self.users and not self._released:
+            self._released = True
+            self._release()
+
+    def _release(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+    def renew(self) -> None:
+        self.last_used = time.monotonic()
+
+    def expired(self, now: float) -> bool:
+        leased = self.lease_s is not None and not self.adopted
+        return leased and not self.users and now - self.last_used > (self.lease_s or 0.0)
+
+    def describe(self) -> dict[str, Any]:
+        """For another front end of this host, while it is registered. Which object it is, and where it is open."""
+        with self._lock:
+            found = os.fstat(self._fd)
+            return {
+                "owner": self.owner, "name": self.name, "key": self.key, "offset": self.offset, "size": self.size,
+                "lease_s": self.lease_s, "pid": os.getpid(), "fd": self._fd, "object": [found.st_dev, found.st_ino],
+            }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Bytes of a region that lie within its bounds. `field`: of the request, for messages."""
+
+    region: Region
+    offset: int
+    nbytes: int
+    field: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Then `read` and `write` are the rank's."""
+        return bool(self.region.gpu_uuid)
+
+    def read(self, make_buffer: Callable[[int], Any] = bytearray) -> Any:
+        """The bytes, in a buffer of their own. Raises InvalidRequest when the object has become too short."""
+        buffer = make_buffer(self.nbytes)
+        view, at = memoryview(buffer).cast("B"), self.region.offset + self.offset
+        with self.region.used() as fd:
+            while view:
+                count = os.preadv(fd, [view[:_IO_BYTES]], at)
+                if not count:
+                    raise self._too_short()
+                view, at = view[count:], at + count
+        return buffer
+
+    def write(self, data: memoryview) -> None:
+        """As `read`. Writing never makes the object longer, except in a race with a client that cuts it."""
+        assert len(data) == self.nbytes
+        at = self.region.offset + self.offset
+        with self.region.used() as fd:
+            if os.fstat(fd).st_size < at + len(data):
+                raise self._too_short()
+            while data:
+                count = os.pwritev(fd, [data[:_IO_BYTES]], at)
+                data, at = data[count:], at + count
+
+    def _too_short(self) -> InvalidRequest:
+        text = (
+            f"{self.field}: the shared-memory object of region {self.region.name!r} has become shorter than the region"
+        )
+        return InvalidRequest(text, field=self.field)
+
+
+class Regions:
+    """The registry. An owner sees and uses only its own regions. Of one event loop; regions are used from any thread."""
+
+    def __init__(self, limits: ServerConfig, folder: Path = FOLDER, *, board: Board | None = None):
+        """board: what front ends of this host tell each other of their regions."""
+        self._limits, self._folder = limits, folder
+        self._regions: dict[tuple[str, str], Region] = {}
+        self._board = board or Board()
+        self._board.subscribe(Handlers(posted=self._adopt, removed=self._removed, used=self._used))
+
+    def register_proven(self, owner: str, *, key: str, offset: int, size: int, proof: bytes) -> Region:
+        """Under a name of the server's choice. `proof`: random bytes that the region starts with, to show write access."""
+        check_proof(proof, size)
+        fd = self._open(owner, key, offset, size)
+        try:
+            if not hmac.compare_digest(os.pread(fd, len(proof), offset), proof):
+                raise InvalidRequest("proof: the region does not start with these bytes", field="proof")
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._add(Region(owner=owner, name=drawn_name(), key=key, offset=offset, size=size, lease_s=None, fd=fd))
+
+    def register_leased(self, owner: str, *, uid: int | None, name: str, key: str, offset: int, size: int) -> Region:
+        """Under the client's name, forgotten when unused for `server.region_lease_s`.
+
+        uid: the user whose process calls, who must have the right to write the object; None: it is not known. Raises
+        PermissionDenied.
+        """
+        self.check_name(owner, name)
+        if key.lstrip("/").startswith(RESERVED_PREFIX):
+            raise InvalidRequest(f"key: names that start with {RESERVED_PREFIX!r} are the service's own", field="key")
+        fd = self._open(owner, key, offset, size)
+        try:
+            _check_rights(os.fstat(fd), uid, key)
+        except PermissionDenied:
+            os.close(fd)
+            raise
+        lease_s = self._limits.region_lease_s
+        return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=lease_s, fd=fd))
+
+    def check_name(self, owner: str, name: str) -> None:
+        """Raises InvalidRequest unless a client may give it to a region now."""
+        if not 1 <= len(name) <= 256 or not name.isprintable():
+            raise InvalidRequest(f"name: {len(name)} characters, must be 1 to 256 printable ones", field="name")
+        self.reclaim()
+        if (owner, name) in self._regions:
+            raise InvalidRequest(f"name: {name!r} is registered already; unregister it first", field="name")
+
+    def check_size(self, owner: str, size: int) -> None:
+        """Raises TooLarge, and Overloaded where there are as many regions as may be."""
+        if not 1 <= size <= self._limits.max_region_bytes:
+            limit = self._limits.max_region_bytes
+            raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)", field="byte_size")
+        self.reclaim()
+        self._check_number(owner)
+
+    def add(self, region: Region) -> Region:
+        """One that was opened otherwise, and is this process's alone. Raises what `check_name` and `check_size` do."""
+        if region.lease_s is not None:
+            self.check_name(region.owner, region.name)
+        self.check_size(region.owner, region.size)
+        return self._add(region)
+
+    def _add(self, region: Region) -> Region:
+        self._regions[region.owner, region.name] = region
+        return region
+
+    async def share(self, region: Region) -> None:
+        """The other front ends of this host know it when this returns. Raises InvalidRequest, and forgets it, when its
+        name was registered at another one meanwhile."""
+        try:
+            known = await self._board.post(_name_on_board(region.owner, region.name), region.describe())
+        except BaseException:  # the caller has gone
+            self.forget(region)
+            raise
+        if not known:
+            self._drop(region)
+            raise InvalidRequest(f"name: {region.name!r} is registered already; unregister it first", field="name")
+
+    def _adopt(self, key: str, value: dict[str, Any]) -> None:
+        """A region that another front end has registered."""
+        if not self._limits.regions:
+            return
+        try:
+            wanted = {name: value[name] for name in ("owner", "name", "key", "offset", "size", "lease_s")}
+            self._check_number(wanted["owner"])
+            fd = self._open_same(value)
+        except (OSError, Overloaded, KeyError, TypeError, ValueError) as error:
+            text = "region %s of front end %s is not known to this one, calls with it fail here: %s"
+            log.warning(text, value.get("name"), value.get("pid"), error)
+            return
+        self._add(Region(**wanted, fd=fd, adopted=True))
+
+    def _open_same(self, value: dict[str, Any]) -> int:
+        """By its name, which may have gone since; else where the other process has it open. Raises OSError."""
+        name = str(value["key"])
+        elsewhere = Path(f"/proc/{int(value['pid'])}/fd/{int(value['fd'])}")
+        ways = [(self._folder / matched[1], os.O_NOFOLLOW)] if (matched := _KEY.fullmatch(name)) else []
+        for path, flag in (*ways, (elsewhere, 0)):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | flag)
+            except OSError:
+                continue
+            found = os.fstat(fd)
+            if [found.st_dev, found.st_ino] == value["object"] and stat.S_ISREG(found.st_mode):
+                return fd
+            os.close(fd)
+        raise FileNotFoundError(f"its object {name!r} cannot be opened, by name or at process {value['pid']}")
+
+    def _removed(self, key: str) -> None:
+        if (region := self._regions.get(_owner_and_name(key))) is not None:
+            self._drop(region)
+
+    def _used(self, keys: list[str]) -> None:
+        for key in keys:
+            if (region := self._regions.get(_owner_and_name(key))) is not None:
+                region.last_used = region.told_used = time.monotonic()
+
+    def _check_number(self, owner: str) -> None:
+        mine = sum(region.owner == owner for region in self._regions.values())
+        if mine >= MAX_REGIONS_PER_CLIENT or len(self._regions) >= MAX_REGIONS:
+            text = f"{mine} regions of this client and {len(self._regions)} in all are registered, which is the most"
+            raise Overloaded(
+                f"{text} ({MAX_REGIONS_PER_CLIENT}, {MAX_REGIONS}); use fewer and larger ones", retry_after_s=1
+            )
+
+    def _open(self, owner: str, key: str, offset: int, size: int) -> int:
+        """A descriptor of the object, which is large enough now."""
+        matched = _KEY.fullmatch(key)
+        if matched is None or matched[1] in (".", ".."):
+            text = "key: must name a POSIX shared-memory object: 1 to 200 letters, digits, dots, dashes or underscores"
+            raise InvalidRequest(text, field="key")
+        self.check_size(owner, size)
+        try:
+            # NOTE: O_NOFOLLOW and O_NONBLOCK: neither a link out of the folder nor a pipe without a peer
+            fd = os.open(self._folder / matched[1], os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidRequest(f"key: cannot open {key!r}: {error.strerror}", field="key") from None
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or offset + size > found.st_size:
+            os.close(fd)
+            text = f"offset, byte_size: {offset} + {size} bytes, but {key!r} has {found.st_size}"
+            raise InvalidRequest(text, field="byte_size")
+        return fd
+
+    def unregister(self, owner: str, name: str, *, on_gpu: bool = False) -> None:
+        """Requests that are using it still finish. Raises InvalidRequest for an unknown one."""
+        self.forget(self.find(owner, name, "name", on_gpu=on_gpu))
+
+    def forget(self, region: Region) -> None:
+        """As `unregister`, for whoever holds the region itself; twice is once. Other front ends forget it too."""
+        if self._regions.get((region.owner, region.name)) is region:
+            self._board.remove(_name_on_board(region.owner, region.name))
+        self._drop(region)
+
+    def _drop(self, region: Region) -> None:
+        region.unregister()
+        if self._regions.get((region.owner, region.name)) is region:
+            del self._regions[region.owner, region.name]
+
+    def unregister_all(self, owner: str | None = None, *, on_gpu: bool = False) -> None:
+        """Of one owner that were registered under a name of his; None: whatever there is here, at the end."""
+        for region in list(self._regions.values()):
+            if owner is None and region.adopted:
+                self._drop(region)
+            elif owner is None or (
+                region.owner == owner and region.lease_s is not None and bool(region.gpu_uuid) == on_gpu
+            ):
+                self.forget(region)
+
+    def of(self, owner: str, *, on_gpu: bool | None = None) -> list[Region]:
+        """on_gpu: of one kind only."""
+        self.reclaim()
+        mine = (region for region in self._regions.values() if region.owner == owner)
+        return [region for region in mine if on_gpu in (None, bool(region.gpu_uuid))]
+
+    def find(self, owner: str, name: str, field: str, *, on_gpu: bool | None = None) -> Region:
+        """Another client's region is as unknown as none. on_gpu: of one kind only."""
+        region = self._regions.get((owner, name))
+        if region is None or on_gpu not in (None, bool(region.gpu_uuid)):
+            raise InvalidRequest(f"{field}: no region {name!r} of this client is registered", field=field)
+        return region
+
+    def slice_of(self, owner: str, wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
+        """Raises InvalidRequest unless it is `nbytes` long and within the region."""
+        region = self.find(owner, wanted.region, field)
+        if wanted.byte_size != nbytes:
+            text = f"{field}: {wanted.byte_size} bytes of region {region.name!r}, its shape and dtype make {nbytes}"
+            raise InvalidRequest(text, field=field)
+        if wanted.offset + nbytes > region.size:
+            text = f"{field}: bytes {wanted.offset} to {wanted.offset + nbytes} of region {region.name!r}, it has {region.size}"
+            raise InvalidRequest(text, field=field)
+        region.renew()
+        return Slice(region=region, offset=wanted.offset, nbytes=nbytes, field=field)
+
+    def reclaim(self) -> None:
+        """Forget regions whose lease is over: their clients are taken for dead. And tell other front ends which are in use."""
+        now, used = time.monotonic(), []
+        for region in list(self._regions.values()):
+            if region.expired(now):
+                self.forget(region)
+            elif region.lease_s is not None and (region.users or region.last_used > region.told_used):
+                region.told_used = now
+                used.append(_name_on_board(region.owner, region.name))
+        if used:
+            self._board.use(used)
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+
+def _check_rights(found: os.stat_result, uid: int | None, key: str) -> None:
+    """The server opens an object with its own rights, which may be more than the caller's. Raises PermissionDenied."""
+    if uid is None:
+        text = (
+            f"key: whether the caller may use {key[:100]!r} cannot be known over this connection; connect over"
+            " loopback TCP or the Unix-domain socket, or use epserve's own client, which proves it"
+        )
+        raise PermissionDenied(text, field="key")
+    if uid not in (0, found.st_uid) and found.st_mode & 0o006 != 0o006:
+        text = (
+            f"key: {key[:100]!r} is user {found.st_uid}'s with mode {stat.S_IMODE(found.st_mode):04o}, and the caller is user"
+            f" {uid}; only its owner may register it, or give others the right to read and write it"
+        )
+        raise PermissionDenied(text, field="key")
+
+
+def check_proof(proof: bytes, size: int) -> None:
+    """Raises InvalidRequest for one that anybody could know, or that does not lie in the region."""
+    if len(proof) not in PROOF_BYTES:
+        text = f"proof: {len(proof)} bytes, must be {PROOF_BYTES.start} to {PROOF_BYTES.stop - 1} random ones"
+        raise InvalidRequest(text, field="proof")
+    if len(proof) > size:
+        raise InvalidRequest(f"byte_size: {size}, less than the {len(proof)} bytes of the proof", field="byte_size")
+    if (different := len(set(proof))) < PROOF_DIFFERENT:
+        text = (
+            f"proof: {different} different bytes in it, at least {PROOF_DIFFERENT} are needed: random ones, not a fill"
+        )
+        raise InvalidRequest(text, field="proof")
+
+
+def drawn_name() -> str:
+    return f"region-{secrets.token_hex(8)}"
+
+
+def _name_on_board(owner: str, name: str) -> str:
+    return json.dumps([owner, name])
+
+
+def _owner_and_name(key: str) -> tuple[str, str]:
+    owner, name = json.loads(key)
+    return owner, name

@@ -1,1 +1,0 @@
-"""The gRPC front end. Nothing is imported here: the client uses `wire`, `status` and the stubs without torch."""

@@ -1,0 +1,1 @@
+"""Tests: all-to-alls."""

@@ -1,0 +1,1 @@
+"""Tests: commands and processes."""

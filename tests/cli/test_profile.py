@@ -1,0 +1,168 @@
+"""`epserve profile` and `epserve bench` on CPU ranks: the trace, the table, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from epserve.cli import profile as profile_cli
+from epserve.cli.layer import profile as layer_profile
+from epserve.cli.layer.profile import PHASES, ProfileRequest, profile_layer
+from epserve.cli.layer.synthetic import LayerSizes, SyntheticLayer, expert_weights
+from epserve.errors import ConfigError, Incompatible, InternalError, RankFailed
+from epserve.modular_kernel import PrepareFinalizeOptions, RankContext
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = LayerSizes(hidden=128, intermediate=128, num_experts=16, top_k=4, shared=64)
+WEIGHTS = LayerSizes(hidden=256, intermediate=128, num_experts=8, top_k=2, scheme="fp8_block")
+
+
+def epserve(*arguments: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.CompletedProcess:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    words = [sys.executable, "-m", "epserve", *arguments]
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_trace_of_the_chosen_rank_and_a_table_of_phases(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = epserve(
+        "profile", "--pf-type", "all_to_all", "--experts-type", "loop", "--rank", "1", "--trace", str(trace),
+        "--tokens", "9", "--repeats", "3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(phase in done.stdout for phase in (*PHASES, "forward", "relative L2 error"))
+    content = json.loads(trace.read_text())
+    ranges = [event for event in content["traceEvents"] if str(event.get("name")).startswith("epserve::")]
+    names = [each["name"].removeprefix("epserve::") for each in sorted(ranges, key=lambda event: event["ts"])]
+    halves = ["dispatch", "shared", "dispatch", "experts", "combine", "shared", "combine"]
+    assert names == ["gate", *halves], "one forward, in order"
+    assert content["distributedInfo"]["rank"] == 1 and content["distributedInfo"]["world_size"] == 2
+
+
+def test_batched_experts_take_rounds_and_no_shared_expert_is_no_phase(tmp_path):
+    request = ProfileRequest(
+        all2all="all_to_all_batched", experts="batched_mm", trace=tmp_path / "t.json", tokens=140, repeats=2,
+        sizes=LayerSizes(hidden=64, intermediate=32, num_experts=4, top_k=2, shared=0),
+    )  # fmt: skip
+    result = profile_layer(request)
+    assert [phase.phase for phase in result.phases] == ["gate", "dispatch", "experts", "combine"]
+    assert all(0 < phase.us <= phase.slowest_us for phase in result.phases)
+    assert result.total_us == pytest.approx(sum(phase.us for phase in result.phases))
+    assert 0 < result.error < 1e-2 and result.trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"all2all": "nvlnk"}, ConfigError, "did you mean 'nvlink'"),
+        ({"experts": "lop"}, ConfigError, "did you mean 'loop'"),
+        ({"experts": "batched_mm"}, Incompatible, "prepare delivers Standard"),
+        ({"all2all": "nvlink"}, Incompatible, "runs on cuda, not on cpu"),
+        ({"all2all": "local"}, Incompatible, "2 ranks, at most 1"),
+        ({"rank": 2}, ConfigError, "rank 2 is outside 0..1"),
+        ({"world_size": 0}, ConfigError, "world_size must be at least 1, got 0"),
+        ({"tokens": -1}, ConfigError, "tokens must be at least 0, got -1"),
+        ({"device": "tpu"}, ConfigError, "'tpu' is not cpu or cuda"),
+        ({"trace": Path("/nowhere/t.json")}, ConfigError, "no folder /nowhere"),
+        ({"sizes": LayerSizes(scheme="fp8_block")}, Incompatible, "quantisation fp8_block"),
+    ],
+    ids=lambda value: "" if not isinstance(value, dict) else "-".join(value),
+)
+def test_what_cannot_run_is_refused_at_the_door(monkeypatch, tmp_path, change, error, text):
+    monkeypatch.setattr(layer_profile.multiprocessing, "get_context", lambda _: pytest.fail("a process was started"))
+    given = {"all2all": "all_to_all", "experts": "loop", "trace": tmp_path / "t.json", "sizes": SMALL}
+    with pytest.raises(error, match=text):
+        profile_layer(ProfileRequest(**given | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden": 0}, "hidden must be at least 1, got 0"),
+        ({"scheme": "int3"}, "'int3' is not one of none, fp8_block"),
+        ({"scheme": "fp8_block", "intermediate": 100}, "intermediate 100 is not a multiple of 128"),
+        ({"shared": -1}, "shared must be at least 0, got -1"),
+        ({"top_k": 9, "num_experts": 8}, "top_k 9 is more than the 8 experts"),
+    ],
+)
+def test_impossible_sizes_name_the_field_and_both_numbers(change, text):
+    with pytest.raises(ConfigError, match=text):
+        LayerSizes(**change)
+
+
+def test_a_rank_that_is_late_is_named(tmp_path):
+    request = ProfileRequest(
+        all2all="all_to_all", experts="loop", trace=tmp_path / "t.json", sizes=SMALL, timeout_s=0.5
+    )
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] had not answered after 0.5 s"):
+        profile_layer(request)
+
+
+def test_a_wrong_result_is_an_error_not_a_profile(monkeypatch, tmp_path):
+    answers = [({"gate": 1.0}, 1e-3), ({"gate": 1.0}, 0.3)]
+    monkeypatch.setattr(layer_profile, "_collect", lambda *_: answers)
+    request = ProfileRequest(all2all="all_to_all", experts="loop", trace=tmp_path / "t.json", sizes=SMALL)
+    with pytest.raises(InternalError, match=r"relative L2 error 0\.3, at most 0\.015"):
+        profile_layer(request)
+
+
+def test_a_message_of_another_rank_is_kept(tmp_path):
+    class Inbox:
+        answers = [(1, RankFailed("no answer of rank 0")), (0, ConfigError("too little memory"))]
+
+        def get(self, timeout):
+            return self.answers.pop(0)
+
+    request = ProfileRequest(all2all="all_to_all", experts="loop", trace=tmp_path / "t.json", sizes=SMALL)
+    with pytest.raises(ConfigError, match="too little memory"):  # the cause, not its consequence on the other rank
+        layer_profile._collect(request, [None, None], Inbox())
+
+
+def test_every_rank_can_work_out_any_experts_weights():
+    """Whole blocks of fp8, the same weights whichever rank makes them, and the layer's own check sees a wrong one."""
+    cpu = torch.device("cpu")
+    every, last = expert_weights(WEIGHTS, range(8), cpu), expert_weights(WEIGHTS, range(6, 8), cpu)
+    assert torch.equal(every.w13_eNK[6:].float(), last.w13_eNK.float()) and torch.equal(every.s2[6:], last.s2)
+    assert every.s13.shape == (8, 2, 2) and every.s2.shape == (8, 2, 1) and every.w2_eKN.dtype == torch.float8_e4m3fn
+    layer = SyntheticLayer(
+        RankContext(),
+        SMALL,
+        all2all_name="local",
+        experts_name="loop",
+        options=PrepareFinalizeOptions(max_tokens_per_rank=8),
+    )
+    x = layer.tokens(6)
+    routing = layer.gate(x)
+    out = layer.routed(x, routing, (6,))
+    assert layer.error(x, routing, out, num_rows=6) < 1e-2
+    layer.weights.w2_eKN[int(routing.ids_Mt[3, 0])] *= 1.5
+    assert layer.error(x, routing, layer.routed(x, routing, (6,)), num_rows=6) > 2e-2
+    layer.close()
+
+
+def test_bench_lists_the_programs_and_passes_their_options_on():
+    listed = epserve("bench")
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in ("all2all", "layer", "experts", "serving", "scaling", "overlap"))
+    assert "expert_inputs" not in listed.stdout, "no program"
+    done = epserve("bench", "overlap", "--cpu", "--cases", "nonsense:1")
+    assert done.returncode == 2 and "'nonsense' is not one of" in done.stderr
+    asked = epserve("bench", "scaling", "--", "--help")
+    assert asked.returncode == 0 and "--ranks" in asked.stdout
+    unknown = epserve("bench", "layr")
+    assert unknown.returncode == 2 and "did you mean 'layer'" in unknown.stderr and "Traceback" not in unknown.stderr
+
+
+def test_bench_without_a_source_tree_says_where_the_benchmarks_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile_cli, "__file__", str(tmp_path / "site-packages" / "epserve" / "cli" / "profile.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="in the source tree, not in the installed package"):
+        profile_cli.source_tree()
+    monkeypatch.chdir(ROOT)
+    assert profile_cli.source_tree() == ROOT

@@ -1,0 +1,1 @@
+"""Tests: clients and their engines."""

@@ -1,0 +1,1 @@
+"""Tests: requests and steps."""

@@ -1,0 +1,1 @@
+"""Tests: what only GPUs can show."""

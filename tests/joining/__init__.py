@@ -1,0 +1,1 @@
+"""Tests: front ends that join."""

@@ -1,0 +1,1 @@
+"""Tests: between engine and ranks."""

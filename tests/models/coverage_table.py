@@ -1,0 +1,285 @@
+"""Which transformers families epserve serves, found out by doing it: makes docs/coverage.md.
+
+For each family a tiny random checkpoint is written by transformers itself, opened by the service's own loader, run through
+the modular kernel, and generated from with remote experts; a model with local experts says what is right.
+
+    python -m tests.models.coverage_table            write docs/coverage.md
+    python -m tests.models.coverage_table mixtral    print these rows
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import epserve.transformers
+from epserve.config import parse_config
+from epserve.errors import EpserveError
+from epserve.models import FAMILIES
+from epserve.models.expert_modules import find_layers
+from epserve.models.generic import open_generic
+from epserve.models.tensors import read_json
+from epserve.modular_kernel import UNQUANTIZED, RankContext, check_routing
+from epserve.protocol.served_model import model_reply
+from epserve.rank.step import StepPlan
+from epserve.rank.worker import Worker
+
+from .coverage_families import CASES, Case, architecture, families, tiny_config
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "coverage.md"
+TOLERANCE = 1e-5  # relative L2 error of a layer in float32
+NEW_TOKENS, PROMPT = 32, (2, 7)  # greedy tokens; prompts and their length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`error`: the largest of any layer. `reason`: of the first no."""
+
+    family: str
+    architecture: str
+    loads: bool = False
+    layer: bool = False
+    generate: bool = False
+    fp8: bool = False
+    error: float = float("nan")
+    layers: int = 0
+    activation: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class InProcess:
+    """One rank of the service behind the client's interface: its loader and its kernel, without Ray and gRPC."""
+
+    def __init__(self, path: Path, *, max_tokens: int = 16, dtype: str = "auto"):
+        self.max_tokens, self.calls = max_tokens, 0
+        settings = {
+            "model": {"path": str(path), "dtype": dtype},
+            "engine": {"max_tokens_per_rank": max_tokens, "device": "cpu"},
+        }
+        self.worker = Worker(parse_config(settings), RankContext())
+        self.worker.load()
+        self.worker.warm_up()
+        self.info = self.worker.info
+
+    def model(self) -> Any:
+        limits = SimpleNamespace(max_tokens_per_request=self.max_tokens, max_message_bytes=1 << 30)
+        return model_reply(self.info, self.info.layers, limits)
+
+    def forward(self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None) -> torch.Tensor:
+        assert hidden.shape[0] <= self.max_tokens, "the client splits what is above the limit"
+        self.calls += 1
+        mode = "block" if topk_ids is None else "routed"
+        plan = StepPlan(step=self.calls, layer=layer, mode=mode, tokens_per_rank=(hidden.shape[0],))
+        if topk_ids is not None:
+            assert topk_ids.shape[1] <= self.info.top_k
+            routing = check_routing(topk_ids, topk_weights, num_tokens=len(hidden), num_experts=self.info.num_experts)
+            topk_ids, topk_weights = routing.ids_Mt, routing.weights_Mt
+        return self.worker.step(plan, hidden.to(self.info.dtype), topk_ids, topk_weights).to(hidden.dtype).clone()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        future.set_result(self.forward(*args, **kwargs))
+        return future
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def write_checkpoint(family: str, folder: Path) -> Path:
+    """A model of random weights, saved by transformers. Experts are scaled so that they matter."""
+    torch.manual_seed(7)
+    model = architecture(family)(tiny_config(family)).eval()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        elif ".experts." in name and name.endswith("_bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("post_expert_norm.weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def quantise_experts(path: Path, folder: Path) -> tuple[Path, Path]:
+    """Two copies of a checkpoint: its experts in fp8 with a scale for each 128 x 128 block, and the same multiplied out."""
+    tensors, found = load_file(path / "model.safetensors"), open_generic(path, read_json(path / "config.json"))
+    fp8, floats = dict(tensors), dict(tensors)
+    for name in found.weight_names():
+        value = tensors[name]
+        rows, columns = (-(-size // 128) * 128 for size in value.shape[-2:])
+        padded = torch.nn.functional.pad(value, (0, columns - value.shape[-1], 0, rows - value.shape[-2]))
+        blocks = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+        scale = blocks.abs().amax(dim=(-3, -1)) / 448
+        spread = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : value.shape[-2], : value.shape[-1]]
+        fp8[name] = (value / spread).to(torch.float8_e4m3fn)
+        fp8[name + "_scale_inv"] = scale
+        floats[name] = fp8[name].float() * spread
+    config = read_json(path / "config.json")
+    quantised = config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for name, values, settings in (("fp8", fp8, quantised), ("floats", floats, config)):
+        (folder / name).mkdir()
+        save_file({key: value.contiguous() for key, value in values.items()}, folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text(json.dumps(settings))
+    return folder / "fp8", folder / "floats"
+
+
+def _reads_fp8(path: Path, folder: Path) -> bool:
+    """The experts of both copies are the same, bit for bit."""
+    one, other = (open_generic(copy, read_json(copy / "config.json")) for copy in quantise_experts(path, folder))
+    one.serve_as(dict.fromkeys(one.info.layers, UNQUANTIZED))
+    every = range(one.info.num_experts)
+    for layer in one.info.layers:
+        ours, wanted = (each.load_layer(layer, every).experts.tensors() for each in (one, other))
+        if not all(torch.equal(ours[name], wanted[name]) for name in wanted):
+            return False
+    return True
+
+
+def evaluate(family: str) -> Row:
+    """One row. Whatever fails says so in it; nothing is raised."""
+    start = time.perf_counter()
+    torch.set_num_threads(1)
+    for name in ("transformers", "epserve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    facts: dict[str, Any] = {"family": family, "architecture": architecture(family).__name__}
+    with tempfile.TemporaryDirectory(prefix="epserve-coverage-") as folder, torch.no_grad():
+        try:
+            _fill(facts, family, Path(folder))
+        except EpserveError as error:
+            facts["reason"] = str(error).replace(folder, "the checkpoint")
+        except Exception as error:  # a row for every family: one that cannot even be built says why
+            facts["reason"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Row(**facts, seconds=time.perf_counter() - start)
+
+
+def _fill(facts: dict[str, Any], family: str, folder: Path) -> None:
+    path, cls = write_checkpoint(family, folder), architecture(family)
+    local = cls.from_pretrained(path, experts_implementation="eager")
+    served = InProcess(path)
+    layers = find_layers(local)
+    facts |= {"loads": True, "layers": len(layers), "activation": served.info.activation.kind}
+    facts["fp8"] = _reads_fp8(path, folder)
+    prompt = torch.randint(3, 89, PROMPT, generator=torch.Generator().manual_seed(3))
+    facts["error"] = _layer_error(local, layers, served, prompt)
+    facts["layer"] = facts["error"] <= TOLERANCE
+    if not facts["layer"]:
+        facts["reason"] = f"a layer is off by {facts['error']:.1e}"
+        return
+    with epserve.transformers.connect(served):
+        remote = cls.from_pretrained(path, experts_implementation="epserve")
+        assert not _remote_parameters(remote)
+        if case_of(family).generates:
+            facts["reason"] = case_of(family).generates
+            return
+        served.calls = 0
+        tokens = [_greedy(model, prompt) for model in (local, remote)]
+    assert served.calls >= NEW_TOKENS * len(layers) or family == "diffusion_gemma", "the service was not asked"
+    facts["generate"] = bool(torch.equal(*tokens))
+    if not facts["generate"]:
+        facts["reason"] = f"tokens differ from number {_first_difference(*tokens)}"
+
+
+def case_of(family: str) -> Case:
+    return CASES.get(family, Case())
+
+
+def _remote_parameters(model: Any) -> list[str]:
+    """Weights that remote experts modules hold; at least one module must be remote."""
+    bound = {name: getattr(module, epserve.transformers.BINDING, None) for name, module in model.named_modules()}
+    remote = [name for name, binding in bound.items() if binding is not None and binding.service is not None]
+    assert remote, "no module is remote"
+    return [f"{name}.{key}" for name in remote for key, _ in model.get_submodule(name).named_parameters()]
+
+
+def _layer_error(model: Any, layers: Any, served: InProcess, prompt: torch.Tensor) -> float:
+    """The largest relative L2 error over all calls of all experts modules in one forward pass."""
+    seen: list[tuple[int, tuple, torch.Tensor]] = []
+    for layer in layers:
+        layer.module.register_forward_hook(
+            lambda _, args, kwargs, out, number=layer.layer: seen.append((number, (*args, *kwargs.values()), out)),
+            with_kwargs=True,
+        )
+    model(input_ids=prompt)
+    for layer in layers:
+        layer.module._forward_hooks.clear()
+    assert {number for number, _, _ in seen} == set(served.info.layers), "a layer was not reached"
+    worst = 0.0
+    for number, (hidden, ids, weights, *_), out in seen:
+        ids = torch.where(ids < served.info.num_experts, ids, -1).int()
+        x_MK = hidden.reshape(-1, hidden.shape[-1])
+        y_MK = torch.cat(
+            [
+                served.forward(number, x, i, w.float())
+                for x, i, w in zip(*(value.split(served.max_tokens) for value in (x_MK, ids, weights)), strict=True)
+            ]
+        )
+        assert out.norm() > 0, "an experts module that returns zeros proves nothing"
+        worst = max(worst, float((y_MK.double() - out.double().view_as(y_MK)).norm() / out.double().norm()))
+    return worst
+
+
+def _greedy(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)  # block diffusion draws noise
+    out = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int((one != other).any(dim=0).nonzero()[0]) - PROMPT[1] if one.shape == other.shape else 0
+
+
+def evaluate_all(names: list[str], *, processes: int = 2) -> list[Row]:
+    with concurrent.futures.ProcessPoolExecutor(max_workers=processes) as pool:
+        return list(pool.map(evaluate, names))
+
+
+def page(rows: list[Row]) -> str:
+    def count(what: str) -> int:
+        return sum(getattr(row, what) for row in rows)
+
+    lines = [
+        "# Coverage of transformers families",
+        "",
+        "Made by the test run (`tests/client/test_transformers_coverage.py`) with transformers"
+        f" {transformers.__version__}; do not edit.",
+        "",
+        "Each family that has an experts module gets a tiny random checkpoint, written by transformers itself.",
+        "*loads*: the service reads its experts by transformers' own conversion mapping. *layer*: every experts module agrees"
+        f" with the local one to a relative L2 error of {TOLERANCE:.0e} in float32. *generate*: {NEW_TOKENS} greedy tokens of"
+        " two prompts, with remote experts and a KV cache, are those of the local model. *fp8*: experts that are stored in"
+        " e4m3 with a scale for each 128 x 128 block are read too. They are multiplied out when they are loaded, except for"
+        f" the families with a table of our own ({', '.join(FAMILIES)}), which keep them in fp8 on GPUs.",
+        "",
+        f"{len(rows)} families: {count('loads')} load, {count('layer')} reach layer parity, {count('generate')} generate the"
+        f" same tokens, {count('fp8')} load from fp8.",
+        "",
+        "| family | architecture | activation | loads | layer | generate | fp8 | reason of a no |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        marks = " | ".join("yes" if value else "no" for value in (row.loads, row.layer, row.generate, row.fp8))
+        lines.append(f"| {row.family} | {row.architecture} | {row.activation} | {marks} | {row.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1:]
+    found = evaluate_all(asked or families())
+    for each in found:
+        print(each)
+    if not asked:
+        PAGE.write_text(page(found))

@@ -1,0 +1,1 @@
+"""Tests: the gang of ranks."""

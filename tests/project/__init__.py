@@ -1,0 +1,1 @@
+"""Tests: docs, packages and benchmarks."""

@@ -1,0 +1,1 @@
+"""Tests: messages and frames."""

@@ -1,0 +1,1 @@
+"""Tests: the gRPC door."""

@@ -1,0 +1,1 @@
+"""Tests: what one sees of a server."""

@@ -148,10 +148,28 @@ def architecture(family: str) -> type[PreTrainedModel]:
     return classes[chosen[-1]]
 
 
-def tiny_config(family: str) -> Any:
+def tiny_config(family: str, *, wide: bool = False) -> Any:
+    """wide: experts whose sizes every layout of quantised weights divides."""
     cls = architecture(family).config_class
     assert cls is not None
-    return cls.from_dict(_shrink(cls().to_dict(), CASES.get(family, Case()).overrides))
+    config = _shrink(cls().to_dict(), CASES.get(family, Case()).overrides)
+    return cls.from_dict(_widened(config) if wide else config)
+
+
+def _widened(config: dict) -> dict:
+    """Twice or four times the intermediate sizes, which stay apart where they differ."""
+    widths: dict[Any, int] = {8: 32, 16: 64, 48: 96}
+    made: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and str(key).endswith("_config"):
+            made[key] = _widened(value)
+        elif str(key).endswith("intermediate_size"):
+            made[key] = (
+                [widths.get(each, each) for each in value] if isinstance(value, list) else widths.get(value, value)
+            )
+        else:
+            made[key] = value
+    return made
 
 
 def _is_marked(path: Path) -> bool:

@@ -27,18 +27,22 @@ from safetensors.torch import load_file, save_file
 import epserve.transformers
 from epserve.config import parse_config
 from epserve.errors import EpserveError
-from epserve.models import FAMILIES
+from epserve.models import open_checkpoint
 from epserve.models.expert_modules import find_layers
 from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
-from epserve.modular_kernel import UNQUANTIZED, RankContext, check_routing
+from epserve.modular_kernel import RankContext, check_routing
 from epserve.protocol.served_model import model_reply
 from epserve.rank.step import StepPlan
 from epserve.rank.worker import Worker
 
+from . import stored_layouts
 from .coverage_families import CASES, Case, architecture, families, tiny_config
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "coverage.md"
+LAYOUTS = ("fp8 blocks", "compressed fp8, channels", "compressed int8", "compressed int4", "compressed mxfp4",
+           "compressed nvfp4", "gptq")  # fmt: skip
+"""Rows of tests/models/stored_layouts.py: one for each form that kernels know, and each way to pack."""
 TOLERANCE = 1e-5  # relative L2 error of a layer in float32
 NEW_TOKENS, PROMPT = 32, (2, 7)  # greedy tokens; prompts and their length
 
@@ -52,7 +56,8 @@ class Row:
     loads: bool = False
     layer: bool = False
     generate: bool = False
-    fp8: bool = False
+    stored: tuple[str, ...] = ()
+    """Of each of LAYOUTS: yes, no, or why it is not stored so."""
     error: float = float("nan")
     layers: int = 0
     activation: str = ""
@@ -98,10 +103,10 @@ class InProcess:
         self.worker.close()
 
 
-def write_checkpoint(family: str, folder: Path) -> Path:
-    """A model of random weights, saved by transformers. Experts are scaled so that they matter."""
+def write_checkpoint(family: str, folder: Path, *, wide: bool = False) -> Path:
+    """A model of random weights, saved by transformers. Experts are scaled so that they matter. wide: see `tiny_config`."""
     torch.manual_seed(7)
-    model = architecture(family)(tiny_config(family)).eval()
+    model = architecture(family)(tiny_config(family, wide=wide)).eval()
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.ndim == 3:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -136,16 +141,62 @@ def quantise_experts(path: Path, folder: Path) -> tuple[Path, Path]:
     return folder / "fp8", folder / "floats"
 
 
-def _reads_fp8(path: Path, folder: Path) -> bool:
-    """The experts of both copies are the same, bit for bit."""
-    one, other = (open_generic(copy, read_json(copy / "config.json")) for copy in quantise_experts(path, folder))
-    one.serve_as(dict.fromkeys(one.info.layers, UNQUANTIZED))
-    every = range(one.info.num_experts)
-    for layer in one.info.layers:
-        ours, wanted = (each.load_layer(layer, every).experts.tensors() for each in (one, other))
-        if not all(torch.equal(ours[name], wanted[name]) for name in wanted):
-            return False
-    return True
+def _reads(row: stored_layouts.Row, path: Path, names: tuple[str, ...], folder: Path) -> str:
+    """Experts in this layout, as a rank of the service loads them, mean what the tool says."""
+    if row.name == "fp8 blocks":
+        copies = quantise_experts(path, folder)
+    elif not _one_an_expert(path, names):
+        return "stacked"
+    else:
+        copies = _store(row, path, names, folder)
+    held, wanted = (_held(copy) for copy in copies)
+    for layer, (weights, quant) in held.items():
+        meant, true = (stored_layouts.meaning(*each) for each in ((weights, quant), wanted[layer]))
+        if not all(torch.equal(one, other) for one, other in zip(meant, true, strict=True)):
+            return "no"
+    return "yes"
+
+
+def _one_an_expert(path: Path, names: tuple[str, ...]) -> bool:
+    """Tools store the matrices of linear modules."""
+    tensors = load_file(path / "model.safetensors")
+    return all(name.endswith(".weight") and tensors[name].ndim == 2 for name in names)
+
+
+def _held(path: Path) -> dict[int, Any]:
+    """Of each layer, what one rank holds and its scheme."""
+    settings = {"model": {"path": str(path)}, "engine": {"device": "cpu"}}
+    worker = Worker(parse_config(settings), RankContext())
+    worker.load()
+    return {layer: (worker.held(layer)[2].experts, quant) for layer, quant in worker.plan.served.items()}
+
+
+def _store(row: stored_layouts.Row, path: Path, names: tuple[str, ...], folder: Path) -> tuple[Path, Path]:
+    """The checkpoint with these matrices in the row's layout, and with what they mean."""
+    tensors, config = load_file(path / "model.safetensors"), read_json(path / "config.json")
+    stored, means = dict(tensors), dict(tensors)
+    for number, name in enumerate(names):
+        made, means[name] = row.store(tensors[name], number)
+        del stored[name]
+        stored |= {f"{name.removesuffix('weight')}{suffix}": each for suffix, each in made.items()}
+    for kind, values, settings in (
+        ("stored", stored, config | {"quantization_config": row.settings}),
+        ("means", means, config),
+    ):
+        (folder / kind).mkdir()
+        save_file({key: value.contiguous() for key, value in values.items()}, folder / kind / "model.safetensors")
+        (folder / kind / "config.json").write_text(json.dumps(settings))
+    return folder / "stored", folder / "means"
+
+
+def _stored(family: str, folder: Path) -> tuple[str, ...]:
+    path = write_checkpoint(family, folder / "wide", wide=True)
+    names = open_generic(path, read_json(path / "config.json")).weight_names()
+    found = []
+    for number, name in enumerate(LAYOUTS):
+        (place := folder / f"layout-{number}").mkdir()
+        found.append(_reads(stored_layouts.BY_NAME[name], path, names, place))
+    return tuple(found)
 
 
 def evaluate(family: str) -> Row:
@@ -172,7 +223,7 @@ def _fill(facts: dict[str, Any], family: str, folder: Path) -> None:
     served = InProcess(path)
     layers = find_layers(local)
     facts |= {"loads": True, "layers": len(layers), "activation": served.info.activation.kind}
-    facts["fp8"] = _reads_fp8(path, folder)
+    facts["stored"] = _stored(family, folder)
     prompt = torch.randint(3, 89, PROMPT, generator=torch.Generator().manual_seed(3))
     facts["error"] = _layer_error(local, layers, served, prompt)
     facts["layer"] = facts["error"] <= TOLERANCE
@@ -260,20 +311,59 @@ def page(rows: list[Row]) -> str:
         "Each family that has an experts module gets a tiny random checkpoint, written by transformers itself.",
         "*loads*: the service reads its experts by transformers' own conversion mapping. *layer*: every experts module agrees"
         f" with the local one to a relative L2 error of {TOLERANCE:.0e} in float32. *generate*: {NEW_TOKENS} greedy tokens of"
-        " two prompts, with remote experts and a KV cache, are those of the local model. *fp8*: experts that are stored in"
-        " e4m3 with a scale for each 128 x 128 block are read too. They are multiplied out when they are loaded, except for"
-        f" the families with a table of our own ({', '.join(FAMILIES)}), which keep them in fp8 on GPUs.",
+        " two prompts, with remote experts and a KV cache, are those of the local model.",
+        "The columns after it are [layouts of quantised experts](checkpoints.md#layouts): a rank of the service loads them, and"
+        " they mean to the bit what the tool that defines the layout says. *stacked*: this family's checkpoints hold all experts"
+        " of a layer in one tensor, where no tool writes this layout.",
         "",
         f"{len(rows)} families: {count('loads')} load, {count('layer')} reach layer parity, {count('generate')} generate the"
-        f" same tokens, {count('fp8')} load from fp8.",
+        f" same tokens, {sum('no' not in row.stored and bool(row.stored) for row in rows)} load from every layout.",
         "",
-        "| family | architecture | activation | loads | layer | generate | fp8 | reason of a no |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| family | architecture | activation | loads | layer | generate | {' | '.join(LAYOUTS)} | reason of a no |",
+        "|---" * (7 + len(LAYOUTS)) + "|",
     ]
     for row in rows:
-        marks = " | ".join("yes" if value else "no" for value in (row.loads, row.layer, row.generate, row.fp8))
-        lines.append(f"| {row.family} | {row.architecture} | {row.activation} | {marks} | {row.reason} |")
+        marks = ["yes" if value else "no" for value in (row.loads, row.layer, row.generate)]
+        cells = " | ".join((*marks, *(row.stored or ("no",) * len(LAYOUTS))))
+        lines.append(f"| {row.family} | {row.architecture} | {row.activation} | {cells} | {row.reason} |")
+    lines += ["", "## Not served", "", *(f"- **{name}**: {why}" for name, why in refused().items())]
     return "\n".join(lines) + "\n"
+
+
+NOT_SERVED = {
+    "llama4": "multiplies a token by its share before the experts instead of after them",
+    "longcat_flash": "has experts without weights among those that its router chooses",
+    "dbrx": "",
+}
+"""Families of transformers with experts that its experts interface does not know, and what is different about them."""
+UNKNOWN = ("bailing_moe", "bailing_moe_v2", "arctic")
+"""Published families whose code comes with the checkpoint."""
+
+
+def refused() -> dict[str, str]:
+    """Families that cannot be served, each with the words of the refusal."""
+    found = {}
+    for name, why in NOT_SERVED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            config = transformers.AutoConfig.for_model(name)
+            config.architectures = [cls.__name__ for cls in transformers.MODEL_FOR_CAUSAL_LM_MAPPING.values()
+                                    if cls.__name__.lower().startswith(name.replace("_", ""))][:1]  # fmt: skip
+            config.save_pretrained(folder)
+            found[name] = _refusal(Path(folder)) + (f"; it {why}" if why else "")
+    for name in UNKNOWN:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps({"model_type": name}))
+            found[name] = _refusal(Path(folder)).partition(" (known")[0] + ", and transformers has no such model"
+    return found
+
+
+def _refusal(folder: Path) -> str:
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    try:
+        open_checkpoint(folder)
+    except EpserveError as error:
+        return str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
+    raise AssertionError(f"{folder} is served")
 
 
 if __name__ == "__main__":

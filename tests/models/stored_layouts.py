@@ -304,6 +304,27 @@ ROWS = (
 BY_NAME = {row.name: row for row in ROWS}
 
 
+def meaning(weights, quant):
+    """w13 and w2 in float32, by the table of `QuantConfig`."""
+    found = []
+    for codes, scale in ((weights.w13_eNK, weights.s13), (weights.w2_eKN, weights.s2)):
+        if quant.scheme == "none":
+            found.append(codes.float())
+            continue
+        if quant.packed:
+            two = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+            values = E2M1[two] if quant.scheme != "int4" else two.float() - 8
+            scale = torch.exp2(scale.float() - 127) if quant.scheme == "mxfp4" else scale.float()
+            found.append(values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], -1))
+            continue
+        if quant.scheme == "fp8_block":
+            wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : codes.shape[1], : codes.shape[2]]
+        else:
+            wide = scale.view(*scale.shape, *(1,) * (3 - scale.ndim))
+        found.append(codes.float() * wide)
+    return found
+
+
 def write_stored(
     row: Row, folder: Path, *, family: str = "qwen3_moe", keep: Callable[[str], bool] = lambda name: False, **sizes: Any
 ) -> tuple[Path, Path]:

@@ -19,7 +19,7 @@ from epserve.rank.step import StepPlan
 from epserve.rank.worker import Worker
 from tests.support.checkpoints import edit_config
 
-from .stored_layouts import BY_NAME, E2M1, ROWS, write_stored
+from .stored_layouts import BY_NAME, ROWS, meaning, write_stored
 
 LAYER, TOKENS = 1, 9
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here")
@@ -40,27 +40,6 @@ def folders(tmp_path_factory):
 
 def opened(path, how):
     return open_checkpoint(path) if how == "table" else open_generic(path, read_json(path / "config.json"))
-
-
-def meaning(weights, quant):
-    """w13 and w2 in float32, by the table of `QuantConfig`."""
-    found = []
-    for codes, scale in ((weights.w13_eNK, weights.s13), (weights.w2_eKN, weights.s2)):
-        if quant.scheme == "none":
-            found.append(codes.float())
-            continue
-        if quant.packed:
-            two = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
-            values = E2M1[two] if quant.scheme != "int4" else two.float() - 8
-            scale = torch.exp2(scale.float() - 127) if quant.scheme == "mxfp4" else scale.float()
-            found.append(values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], -1))
-            continue
-        if quant.scheme == "fp8_block":
-            wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : codes.shape[1], : codes.shape[2]]
-        else:
-            wide = scale.view(*scale.shape, *(1,) * (3 - scale.ndim))
-        found.append(codes.float() * wide)
-    return found
 
 
 @pytest.mark.parametrize("how", ["table", "generic"])

@@ -55,7 +55,7 @@ def two_a_byte(codes: torch.Tensor) -> torch.Tensor:
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Any scale -> float32. Bytes are E8M0: a power of two, with EXPONENT_BIAS."""
     if scale.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scale.int() - EXPONENT_BIAS)
+        return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - EXPONENT_BIAS)
     return scale.float()
 
 

@@ -227,6 +227,9 @@ def top(
 
 @app.command()
 def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder or GGUF file: say how its layers are stored and would be served.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address that the service would listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port that the service would listen on.", min=0, max=65535)] = 50051,
 ) -> None:
@@ -235,7 +238,7 @@ def doctor(
 
     colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
     table = Table("what", "", *(Column(name, overflow="fold") for name in ("detail", "remedy")), box=None)
-    findings = examine(port, host)
+    findings = examine(port, host, model)
     for finding in findings:
         verdict = f"[{colours[finding.verdict]}]{finding.verdict.value}[/]"
         table.add_row(finding.what, verdict, finding.detail, finding.remedy)

@@ -32,12 +32,33 @@ class Finding:
     remedy: str = ""
 
 
-def examine(port: int | None = None, host: str = "127.0.0.1") -> list[Finding]:
-    """Everything that can be checked in about two seconds; starts nothing."""
+def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None = None) -> list[Finding]:
+    """Everything that can be checked in about two seconds; starts nothing. model: what would become of it on one rank here."""
     findings = [_python(), *_packages(), _side_by_side(), *_gpus(), *_backends(), *_machine()]
     if port is not None:
         findings.append(check_port(host, port))
+    if model is not None:
+        findings += _layers(model)
     return findings
+
+
+def _layers(model: Path) -> list[Finding]:
+    """How each group of the model's layers is stored and would be served."""
+    from epserve.config import parse_config
+    from epserve.errors import EpserveError
+    from epserve.models import open_checkpoint
+    from epserve.rank.setup import plan as rank_plan
+
+    try:
+        config = parse_config({"model": {"path": str(model)}})
+        info, device = open_checkpoint(model).info, rank_plan.resolve_device("auto")
+        groups = rank_plan.plan_ranks(config, info, device=device).groups
+    except EpserveError as error:
+        return [Finding(what="model", verdict=Verdict.PROBLEM, detail=str(error))]
+    return [
+        Finding(what="model", verdict=Verdict.NOTE if group.why else Verdict.OK, detail=group.describe())
+        for group in groups
+    ]
 
 
 def _python() -> Finding:

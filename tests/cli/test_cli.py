@@ -22,6 +22,7 @@ from epserve.cli import demo, doctor
 from epserve.config import load_config, parse_config
 from epserve.errors import ConfigError, OperatorError
 from epserve.pool.host import check_host
+from tests.models.stored_layouts import BY_NAME, write_stored
 from tests.support.checkpoints import write
 from tests.support.grpc_calls import until
 
@@ -66,6 +67,17 @@ def test_doctor_lists_backends_and_a_busy_port():
     assert f"port {port}" in result.stdout
     assert "problem" in result.stdout
     assert epserve("doctor", "--port", "0").returncode == 0
+
+
+def test_doctor_says_how_a_models_layers_are_stored_and_served(tmp_path):
+    path, _ = write_stored(BY_NAME["gptq"], tmp_path)
+    result = epserve("doctor", str(path), "--port", "0")
+    shown = " ".join(result.stdout.split())
+    assert result.returncode == 0 and "stored as gptq of 4 bits" in shown
+    (finding,) = (each for each in doctor.examine(model=path) if each.what == "model")
+    assert finding.detail.startswith("layers 0-1: stored as gptq of 4 bits, groups of 32, served as ")
+    (wrong,) = (each for each in doctor.examine(model=tmp_path / "nothing") if each.what == "model")
+    assert wrong.verdict is doctor.Verdict.PROBLEM and "does not exist" in wrong.detail
 
 
 def test_compat_gives_a_reason_for_each_no():

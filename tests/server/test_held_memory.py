@@ -229,6 +229,18 @@ class TestCount:
             a.reads.clear()
             b.reads.clear()
 
+    async def test_connections_that_have_gone_are_forgotten_though_nothing_is_awaited(self, monkeypatch):
+        monkeypatch.setattr(intake_module, "SAMPLE_S", 0.01)
+        monkeypatch.setattr(intake_module, "IDLE_SAMPLES", 2)
+        monkeypatch.setattr(sockets, "connections", lambda **_: [seen(self.B, 100)])
+        intake = Intake(1)
+        for name in (self.A, self.B):
+            with intake.call(name):
+                pass
+        watching = asyncio.create_task(intake.watch())
+        await until(lambda: list(intake._peers) == [self.B])
+        watching.cancel()
+
     async def test_without_netlink_the_deadline_is_left(self, monkeypatch, caplog):
         def refused(**_):
             raise PermissionError(1, "Operation not permitted")
@@ -239,3 +251,4 @@ class TestCount:
         with intake.call(self.A, stream=asyncio.current_task()):
             await asyncio.wait_for(intake.watch(), 20)
         assert "only their time is limited" in caplog.text
+        assert intake._peers == {}

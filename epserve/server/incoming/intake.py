@@ -8,6 +8,7 @@ client that cancels a call in the middle of its message is trusted to have freed
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ log = logging.getLogger("epserve.server")
 
 SAMPLE_S = 0.5
 """Between two looks at the connections. What they send meanwhile may pass the limit."""
+IDLE_SAMPLES = 60
+"""While no message is awaited, one look in so many: connections that have gone are forgotten."""
 SLACK_BYTES = 256 << 10
 """Of each connection that does not count: settings, the first windows."""
 MESSAGE_BYTES, MESSAGE_SHARE = 1024, 50
@@ -115,6 +118,7 @@ class Intake:
         self._limit = limit
         self._peers: dict[str, Peer] = {}
         self._blind = False
+        """The kernel does not tell: which connections there are, is known by their calls alone."""
 
     @property
     def waiting(self) -> int:
@@ -137,21 +141,24 @@ class Intake:
             yield peer
         finally:
             peer.left(stream)
+            if self._blind and not peer.calls:
+                self._peers.pop(name, None)
 
     async def watch(self) -> None:
         """Until cancelled."""
-        while not self._blind:
+        for number in itertools.count(1):
             await asyncio.sleep(SAMPLE_S)
-            if not any(peer.reads or peer.streams for peer in self._peers.values()):
+            waiting = any(peer.reads or peer.streams for peer in self._peers.values())
+            if not waiting and (number % IDLE_SAMPLES or not self._peers):
                 continue
             try:
                 found = await asyncio.to_thread(sockets.connections, source_port=self.port)
             except OSError as error:
-                self._blind = True
                 text = "messages that are not whole are not counted, only their time is limited: no netlink here: %s"
                 log.warning(text, error)
-            else:
-                self.take(found)
+                self._blind = True
+                return
+            self.take(found)
 
     def take(self, found: Iterable[sockets.Connection]) -> None:
         """Counts again. Above the limit, the connections that hold most lose their calls."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -14,7 +13,6 @@ from enum import Enum
 from pathlib import Path
 
 PACKAGES = ("torch", "ray", "grpcio", "protobuf", "numpy", "safetensors", "triton", "transformers", "nvshmem4py-cu13")
-OURS = ("epserve", "all2all", "experts")
 SHM_BYTES = 1 << 30  # Ray's object store, NCCL's buffers and the regions of clients live in /dev/shm
 
 
@@ -34,7 +32,7 @@ class Finding:
 
 def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None = None) -> list[Finding]:
     """Everything that can be checked in about two seconds; starts nothing. model: what would become of it on one rank here."""
-    findings = [_python(), *_packages(), _side_by_side(), *_gpus(), *_backends(), *_machine()]
+    findings = [_python(), *_packages(), *_gpus(), *_backends(), *_machine()]
     if port is not None:
         findings.append(check_port(host, port))
     if model is not None:
@@ -76,21 +74,6 @@ def _packages() -> list[Finding]:
             remedy = f"pip install {name}" + ("" if name in required else " (optional)")
             findings.append(Finding(what=name, verdict=verdict, detail="not installed", remedy=remedy))
     return findings
-
-
-def _side_by_side() -> Finding:
-    """PyPI has an unrelated package `experts` that overwrites ours when it is installed later."""
-    places = {}
-    for name in OURS:
-        spec = importlib.util.find_spec(name)
-        places[name] = str(Path(spec.origin).parent.parent) if spec and spec.origin else "missing"
-    if len(set(places.values())) == 1:
-        return Finding(what="packages", verdict=Verdict.OK, detail=f"{', '.join(OURS)} lie side by side")
-    shown = ", ".join(f"{name} in {place}" for name, place in places.items())
-    remedy = (
-        "another distribution shadows one of ours: pip uninstall experts all2all; pip install --force-reinstall epserve"
-    )
-    return Finding(what="packages", verdict=Verdict.PROBLEM, detail=shown, remedy=remedy)
 
 
 def _gpus() -> list[Finding]:

@@ -101,7 +101,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise CheckpointError("GGUF files need the package gguf: pip install 'epserve[gguf]'") from None
+        raise CheckpointError("GGUF files need the package gguf: pip install gguf") from None
     return gguf
 
 

@@ -8,7 +8,7 @@
           └─ step                            to all ranks and back, with links to the requests that share it
              └─ rank 0: experts              each phase on each rank: durations of the rank's clock, one after the other
 
-OpenTelemetry is imported only in functions: `pip install 'epserve[tracing]'`.
+OpenTelemetry is imported only in functions, since it is the extra `tracing`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def exporting(endpoint: str, ratio: float) -> Any:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     except ImportError as error:
         raise ConfigError(
-            f"server.otlp_endpoint: {error.name} is not installed; pip install 'epserve[tracing]'"
+            f"server.otlp_endpoint: {error.name} is not installed;"
+            " pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"
         ) from None
     resource = Resource.create({"service.name": NAME, "service.version": __version__})
     provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)))

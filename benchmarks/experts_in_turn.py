@@ -39,6 +39,7 @@ from benchmarks.expert_inputs import (
     make_weights,
     num_sets,
     relative_error,
+    scheme_of,
 )
 from benchmarks.experts import ALLOWED, FORMATS, LIBRARIES, MS, compile_cell, environment, stored_peers
 from benchmarks.torch_peer import TorchGroupedMM
@@ -56,6 +57,8 @@ def contenders(shape: Shape, dtype: str, weights: ExpertWeights, peers: list[str
         try:
             kernel = FORMATS["standard" if name == "four_bits" else name](shape, dtype, weights, None)
         except Incompatible:
+            continue
+        if scheme_of(dtype) not in kernel.experts.capability.quant_schemes:
             continue
         if name == "four_bits":  # also in thick batches
             kernel.experts.widened = lambda: None  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import drawing
 
 HERE = Path(__file__).resolve().parent
-RESULT = HERE / "results" / "experts_h200_uniform.json"
+RESULT = HERE / "results" / "experts_h200_in_turn.json"
 PEERS = HERE / "peers" / "h200.csv"
 OUT = HERE.parent / "docs" / "images" / "experts_h200.svg"
 LINES = ("vllm_triton", "sglang_triton", "triton_kernels", "deepgemm_masked", "deepgemm_contig", "torch_gmm", "hpc_ops")
@@ -31,7 +31,7 @@ def panels() -> tuple[str, list[drawing.Panel]]:
     found = []
     for shape in shapes:
         for dtype in dtypes:
-            lines = {"epserve": [(m, cells[shape, dtype, m]["us"]) for m in tokens]}
+            lines = {"epserve": [(m, cells[shape, dtype, m]["us"]["triton"]["warm"]) for m in tokens]}
             for name in LINES:
                 points = [(m, float(peers[shape, dtype, m][name])) for m in tokens if peers[shape, dtype, m][name]]
                 lines |= {name: points} if points else {}

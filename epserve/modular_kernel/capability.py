@@ -55,6 +55,8 @@ class ExpertsCapability:
     dtypes: frozenset[torch.dtype] = FLOATS
     quant_schemes: frozenset[str] = frozenset({"none"})
     activations: frozenset[str] = frozenset(Activation.KINDS)
+    exact_activations: frozenset[Activation] = frozenset()
+    """Where not empty: only these, their numbers included."""
     ungated: bool = True
     bias: bool = True
     output_norm: bool = False
@@ -62,6 +64,8 @@ class ExpertsCapability:
     intermediate_multiple_of: int = 1
     block_aligned: bool = False
     """fp8_block only where hidden and intermediate are multiples of its 128 x 128 blocks."""
+    packs_weights: bool = False
+    """Lays the weights out anew, which only classes of Standard format on the CPU read beside it."""
     supports_expert_map: bool = True
     """Skips slots whose expert is not on this rank (id -1); Standard format over several ranks needs it."""
     cuda_graph: bool = False
@@ -109,6 +113,8 @@ def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spe
          f"quantisation {spec.quant.scheme}: the experts have {_list(experts.quant_schemes)}"),
         (spec.activation.kind in experts.activations,
          f"activation {spec.activation.kind}: the experts have {_list(experts.activations)}"),
+        (not experts.exact_activations or spec.activation in experts.exact_activations,
+         f"{spec.activation}: the experts have {_list(experts.exact_activations)}"),
         (spec.activation.gated or experts.ungated, "the experts have no ungated form"),
         (not spec.bias or experts.bias, "the experts have no biases"),
         (spec.activation.output_norm_eps is None or experts.output_norm, "the experts do not normalise their outputs"),

@@ -15,6 +15,8 @@ import torch
 
 from epserve.errors import ConfigError
 
+from .packing import Packing
+
 
 class FusedMoEActivationFormat(enum.Enum):
     """How activations lie between prepare and finalize."""
@@ -128,12 +130,21 @@ class ExpertWeights:
     s2: torch.Tensor | None = None
     a1: torch.Tensor | None = None
     a2: torch.Tensor | None = None
+    packing: Packing | None = None
+    """How `w13_eNK` and `w2_eKN` lie in memory after an experts class packed them; None: as rows."""
     derived: dict = field(default_factory=dict, compare=False, repr=False)
     """What an experts class made from these tensors (repacked weights, TMA descriptors), keyed by its own name."""
 
     @property
     def num_experts(self) -> int:
         return self.w13_eNK.shape[0]
+
+    def matrices(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two matrices of one expert as plain rows: views, or copies of packed ones."""
+        w13_NK, w2_KN = self.w13_eNK[expert], self.w2_eKN[expert]
+        if self.packing is None:
+            return w13_NK, w2_KN
+        return self.packing.plain(w13_NK, first=True), self.packing.plain(w2_KN, first=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         names = ("w13_eNK", "w2_eKN", "b13", "b2", "s13", "s2", "a1", "a2")

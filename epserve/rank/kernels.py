@@ -167,6 +167,10 @@ class RankKernels:
         for path in self.paths.values():
             path.build(ranks, self.workspaces, self.second)
 
+    @property
+    def packs_weights(self) -> bool:
+        return any(path.experts is not None and path.experts.capability.packs_weights for path in self.paths.values())
+
     def prepare_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """What every path's experts class makes of them: one set of tensors with everything derived."""
         for path in self.paths.values():

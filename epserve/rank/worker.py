@@ -272,7 +272,7 @@ class Worker:
         one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
         needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
         free = self._free_bytes()
-        if free < needed * STAGING_MARGIN:
+        if free < needed * self._staging_margin:
             raise NotReady(
                 f"{self.config.model.path} has changed since the start, and there is no memory to take experts from"
                 f" other ranks beside the present ones: about {needed >> 20} MiB, {free >> 20} MiB are free"
@@ -290,7 +290,7 @@ class Worker:
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
         needed = _held_bytes(self._layers[layer])
-        if self._free_bytes() < needed * STAGING_MARGIN:
+        if self._free_bytes() < needed * self._staging_margin:
             return False
         wanted = placement.experts_of(self.ranks.rank)
         read = (source or self).load_layer(layer, wanted, self.ranks.device)
@@ -409,6 +409,11 @@ class Worker:
     def _keep_graphs(self) -> None:
         keys = {(layer, self.placements[layer].version) for layer in self._layers}
         self.kernels.keep_graphs(keys | {(layer, each.placement.version) for layer, each in self._staged.items()})
+
+    @property
+    def _staging_margin(self) -> float:
+        """A layer that is packed lies beside its plain rows for a moment."""
+        return STAGING_MARGIN + self.kernels.packs_weights
 
     def _free_bytes(self) -> int:
         """Of the device, this rank's share of it."""

@@ -25,9 +25,9 @@ PREFER_ALL2ALL = {
     "cpu": ("local", "all_to_all", "allgather_reducescatter"),
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
-PREFER_EXPERTS = {"cpu": ("grouped_mm",), "cuda": ("triton", "grouped_mm", "triton_batched")}
+PREFER_EXPERTS = {"cpu": ("vllm_cpu", "grouped_mm"), "cuda": ("triton", "grouped_mm", "triton_batched")}
 RIVALS = {
-    ("cpu", FusedMoEActivationFormat.Standard): ("grouped_mm", "loop"),
+    ("cpu", FusedMoEActivationFormat.Standard): ("vllm_cpu", "grouped_mm", "loop"),
     ("cpu", FusedMoEActivationFormat.BatchedExperts): ("batched_loop", "batched_mm"),
     ("cuda", FusedMoEActivationFormat.Standard): ("triton", "cutlass", "deepgemm"),
     ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
@@ -99,7 +99,12 @@ def choose_backends(
             backend = experts.REGISTRY.get(inner)
             missing = backend.unavailable() if here else None
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
-            if not reasons and combine_order == "slot" and spec.layout.num_ranks > 1:
+            # What is packed on some hosts only has other bits there, with one rank too.
+            if (
+                not reasons
+                and combine_order == "slot"
+                and (spec.layout.num_ranks > 1 or backend.capability.packs_weights)
+            ):
                 reasons = _slot_reasons(backend(spec))
             if not reasons:
                 # Slot order promises the same bits everywhere, which two backends do not give.

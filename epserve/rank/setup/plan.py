@@ -157,6 +157,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
     if all(path.cap is not None for path in found):
         names = ", ".join(path.chosen.all2all for path in found)
         raise ConfigError(f"all2all_candidates {names}: all have a cap on a step's tokens; add one that has none")
+    found = _packed_alike(found)
     found.sort(key=lambda path: path.cap is not None)  # the first serves whatever was not measured
     others = tuple((path.chosen.all2all, path.chosen.experts) for path in found[1:])
     first = replace(found[0].chosen, others=others, passed_over=tuple(passed))
@@ -167,6 +168,25 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
             memory_asked(paths, busiest * spec.layout.slices), limit, setting="engine.all2all_budget_mib"
         )
     return paths
+
+
+def _packed_alike(paths: list[PathPlan]) -> list[PathPlan]:
+    """All paths compute with the same weights: with one that reads plain ones only, no class packs them."""
+    if all(activation_format(path.chosen) is FusedMoEActivationFormat.Standard for path in paths):
+        return paths
+    return [replace(path, chosen=_without_packing(path.chosen)) for path in paths]
+
+
+def _without_packing(chosen: Chosen) -> Chosen:
+    kept = [
+        name for name in (chosen.experts, *chosen.rivals) if not experts.REGISTRY.get(name).capability.packs_weights
+    ]
+    if not kept:
+        raise ConfigError(
+            f"engine.experts {chosen.experts}: it packs the weights, which an all-to-all of all2all_candidates with experts of"
+            " the batched format cannot read; name candidates of one format, or other experts"
+        )
+    return replace(chosen, experts=kept[0], rivals=tuple(kept[1:]))
 
 
 def _check_cap(chosen: Chosen, spec: LayerSpec, cap: int, setting: str) -> None:

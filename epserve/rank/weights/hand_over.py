@@ -264,8 +264,11 @@ class _Copier:
 
 
 def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:
-    """All that belongs to one expert, as views."""
-    return {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
+    """All that belongs to one expert, as views, or copies of packed matrices: plain rows on every rank."""
+    parts = {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
+    if weights.packing is not None:
+        parts["w13_eNK"], parts["w2_eKN"] = weights.matrices(slot)
+    return parts
 
 
 def common_tensors(weights: LayerWeights) -> dict[str, torch.Tensor]:
@@ -296,7 +299,7 @@ def _like(weights: ExpertWeights, num_experts: int, device: torch.device) -> Exp
         name: torch.empty((num_experts, *each.shape[1:]), dtype=each.dtype, device=device)
         for name, each in _by_expert(weights).items()
     }
-    return replace(weights, derived={}, **made)
+    return replace(weights, derived={}, packing=None, **made)
 
 
 def _pairs(made: ExpertWeights, slot: int, parts: Mapping[str, torch.Tensor]):

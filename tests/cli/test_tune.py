@@ -45,7 +45,7 @@ def test_each_kind_of_rank_once_and_the_start_measures_nothing(checkpoint, tmp_p
     assert len(stored) == 2 and all("local rows" in key for key in stored), "all_to_all sends needed rows only"
     for each in tuned:
         assert [choice.rows for choice in each.choices] == [1, 4, 16, 64]
-        assert all(set(choice.seconds) == {"grouped_mm", "loop"} for choice in each.choices)
+        assert all({"grouped_mm", "loop"} <= set(choice.seconds) for choice in each.choices)
         assert all(choice.backend in choice.seconds for choice in each.choices)
     monkeypatch.setattr(MeasuredExperts, "_measure", lambda *_: pytest.fail("measured again"))
     assert [each.choices for each in tune(config)] == [each.choices for each in tuned]

@@ -52,7 +52,7 @@ def test_widened_weights_give_the_layer(case, launched):
 def test_only_thick_batches_take_scratch(monkeypatch):
     case = Case(why="any", tokens=0, local=4, total=16, top_k=2, scheme="int4")
     experts = TritonExperts(case.spec)
-    wide, first = experts.triton.widened(), 192 * 16 // 2
+    wide, first = experts.widened(), 192 * 16 // 2
     assert wide is not None and wide.serves(first, 2, 4) and not wide.serves(first - 1, 2, 4)
     scratch = 4 * 2 * case.intermediate * case.hidden * 2
     below, above = (sum(experts.workspace_shapes(rows, 2, 4).workspace13) for rows in (first - 1, first))

@@ -297,7 +297,8 @@ def check_values(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
             raise CheckpointError(f"tensor {name} holds values that are not finite")
         return
     if values.dtype == FP8 and dtype == FP8:
-        if bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any()):  # the one NaN pattern of e4m3; it has no infinity
+        # The one NaN of e4m3, with either sign, is the largest number that its byte can be; it has no infinity.
+        if values.numel() and (values.view(torch.int8).max() == 0x7F or values.view(torch.uint8).max() == 0xFF):
             raise CheckpointError(f"tensor {name} holds values that are not finite")
         return
     if values.dtype not in FLOATS or dtype not in FLOATS:

@@ -74,7 +74,7 @@ def fp8_tensor(static: bool):
         codes = (w / scale).to(FP8)
         made = {"weight": codes, "weight_scale": scale.reshape(1)}
         if static:
-            made["input_scale"] = torch.tensor([0.02 + 0.001 * number])
+            made["input_scale"] = torch.tensor([0.1 + 0.001 * number])
         return made, codes.float() * scale
 
     return store

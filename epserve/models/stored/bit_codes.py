@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
+
+from epserve.modular_kernel.quantization import FP8
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_OFFSET = 8
@@ -13,17 +16,28 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ's "gemm" version: column j of a 
 
 
 @functools.cache
-def _table(kind: str) -> torch.Tensor:
-    """`(256, 2)`: the two numbers of a byte."""
-    values = torch.tensor(E2M1) if kind == "e2m1" else torch.arange(16.0) - INT4_OFFSET
-    byte = torch.arange(256)
-    return torch.stack((values[byte & 0xF], values[byte >> 4]), dim=1)
+def _table(kind: str) -> np.ndarray:
+    """The two float32 numbers of a byte, or of two e4m3, as one element of eight bytes: numpy looks those up fastest."""
+    if kind == "e4m3":
+        values, low = torch.arange(256, dtype=torch.uint8).view(FP8).float(), torch.arange(1 << 16)
+        both = torch.stack((values[low & 0xFF], values[low >> 8]), dim=1)
+    else:
+        values, low = torch.tensor(E2M1) if kind == "e2m1" else torch.arange(16.0) - INT4_OFFSET, torch.arange(256)
+        both = torch.stack((values[low & 0xF], values[low >> 4]), dim=1)
+    return both.contiguous().numpy().view(np.float64).reshape(-1)
 
 
 def pairs(codes: torch.Tensor, kind: str) -> torch.Tensor:
     """uint8 `(..., c)` -> float32 `(..., 2c)`. kind: "e2m1", or "int4" with its offset."""
-    flat = _table(kind).index_select(0, codes.reshape(-1).int())
-    return flat.view(*codes.shape[:-1], -1)
+    return torch.from_numpy(_table(kind)[codes.numpy()].view(np.float32))
+
+
+def e4m3_values(codes: torch.Tensor) -> torch.Tensor:
+    """As `codes.float()`, in a quarter of its time."""
+    if not codes.is_contiguous() or codes.numel() % 2 or codes.shape[-1] % 2:
+        return codes.float()
+    words = codes.view(torch.uint8).view(torch.uint16)
+    return torch.from_numpy(_table("e4m3")[words.numpy()].view(np.float32))
 
 
 def as_bytes(words: torch.Tensor) -> torch.Tensor:
@@ -33,8 +47,11 @@ def as_bytes(words: torch.Tensor) -> torch.Tensor:
 
 def along_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 `(..., c)` -> uint8 codes `(..., c * 32 / bits)`, a word's lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+    codes = as_bytes(words)
+    if bits == 8:
+        return codes
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((codes.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def along_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -59,13 +76,14 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
-def spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
-    """One scale for each block of rows and columns (0: all of them) -> what broadcasts against `(..., rows, columns)`."""
-    rows, columns = shape[-2:]
+def scaled(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Numbers `(..., rows, columns)` times one scale for each block of rows and columns (0: all of them), in place."""
+    rows, columns = values.shape[-2:]
     r, c = block[0] or rows, block[1] or columns
-    scale = scale.reshape(*shape[:-2], -(-rows // r), -(-columns // c))
-    if 1 < r < rows:
-        scale = scale.repeat_interleave(r, -2)[..., :rows, :]
-    if 1 < c < columns:
-        scale = scale.repeat_interleave(c, -1)[..., :columns]
-    return scale
+    scale = scale.reshape(*values.shape[:-2], -(-rows // r), -(-columns // c))
+    if rows % r == 0 and columns % c == 0:
+        blocks = values.view(*values.shape[:-2], rows // r, r, columns // c, c)
+        blocks.mul_(scale.unsqueeze(-1).unsqueeze(-3))
+        return values
+    wide = scale.repeat_interleave(r, -2)[..., :rows, :].repeat_interleave(c, -1)[..., :columns]
+    return values.mul_(wide)

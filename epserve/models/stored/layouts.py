@@ -17,10 +17,10 @@ from epserve.errors import CheckpointError
 from epserve.models.tensors import DTYPES, TensorInfo
 from epserve.modular_kernel import UNQUANTIZED, QuantConfig
 from epserve.modular_kernel.methods_quant import nvfp4_scale
-from epserve.modular_kernel.quantization import BLOCK
+from epserve.modular_kernel.quantization import BLOCK, FP8
 
 from . import bit_codes
-from .bit_codes import scale_values, spread
+from .bit_codes import scale_values, scaled
 from .declared import NONE, Rule
 
 Parts = Mapping[str, torch.Tensor]
@@ -125,8 +125,9 @@ class ScaledCodes(Layout):
         return f"{self.name}, {how}{weight_only}"
 
     def values(self, parts, stored):
-        scale = spread(scale_values(parts["weight_scale"]), stored.block, parts["weight"].shape)
-        return parts["weight"].float().mul_(scale)
+        codes = parts["weight"]
+        values = bit_codes.e4m3_values(codes) if codes.dtype == FP8 else codes.float()
+        return scaled(values, scale_values(parts["weight_scale"]), stored.block)
 
     def matrix(self, parts, stored):
         return {**parts, "weight_scale": self._spread_rows(scale_values(parts["weight_scale"]), stored)}

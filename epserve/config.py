@@ -84,6 +84,9 @@ class EngineConfig(_Section):
     experts_tiles_timing_s: Annotated[float, Field(ge=0)] = 0.0
     """Most seconds that each rank spends at its start on timing a few tiles for what no table of its host has; 0: none. Needs
     experts_tiles auto."""
+    cpu_threads: Annotated[int, Field(ge=1)] | None = None
+    """Most threads that a rank on a CPU computes with. null: its fair share of its host's cores, and no more than OMP_NUM_THREADS
+    where the service's environment sets that. Above the share the rank takes the share and says so."""
     max_tokens_per_rank: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"

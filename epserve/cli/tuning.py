@@ -19,6 +19,7 @@ from epserve.errors import ConfigError
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.measured.selection import Choice
+from epserve.process import cores
 from epserve.rank.setup import plan as rank_plan
 from epserve.rank.worker import Worker
 
@@ -43,7 +44,7 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
     again: measure what the files have already, too. Raises ConfigError, before it measures, where there is nothing to measure
     or where the result cannot be kept; CheckpointError, Incompatible.
     """
-    device = _device(rank_plan.resolve_device(config.engine.device))
+    device = _device(config)
     info = open_checkpoint(config.model.path, config.model.dtype).info
     plan = rank_plan.plan_ranks(config, info, device=device.type)
     if not any(path.chosen.rivals for path in plan.paths) and not _tiles(config, plan):
@@ -98,9 +99,12 @@ def _check_written(config: Config, *, tiles: bool) -> None:
             raise ConfigError(f"{key}: {shown} cannot be written: {why}; name another place with --{option}") from None
 
 
-def _device(kind: str) -> torch.device:
+def _device(config: Config) -> torch.device:
+    kind = rank_plan.resolve_device(config.engine.device)
     if kind != "cuda":
-        torch.set_num_threads(1)  # as a rank on CPU has
+        # As such a rank has, with all ranks on this machine.
+        most = cores.most_threads(config.engine.cpu_threads)
+        torch.set_num_threads(cores.share_of(cores.this_host(), 0, config.engine.ranks, most).threads)
         return torch.device(kind)
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)

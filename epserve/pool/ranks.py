@@ -28,6 +28,7 @@ from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
 from epserve.models import ModelInfo, Stamp
 from epserve.modular_kernel.measured.known_times import KnownTable
+from epserve.process.cores import most_threads
 from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
 from epserve.rank.setup.plan import RankPlan
@@ -62,6 +63,12 @@ class Marks:
         return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
 
 
+def _with_threads(config: Config) -> Config:
+    """With the most threads of a rank on a CPU, as this process was told them: Ray sets OMP_NUM_THREADS in its own."""
+    engine = config.engine.model_copy(update={"cpu_threads": most_threads(config.engine.cpu_threads)})
+    return config.model_copy(update={"engine": engine})
+
+
 class Ranks:
     """`members[r]` is rank r. `on_state(state)`: called with "serving", "recovering" and "resizing". One event loop.
 
@@ -80,6 +87,7 @@ class Ranks:
         on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
         """stamp, info: of the checkpoint from which the plan was made; ranks read no other one."""
+        config = _with_threads(config)
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
         self.stamp, self.info = stamp, info
         self._times: dict[str, KnownTable] = {}  # what any rank has measured

@@ -24,8 +24,24 @@ def most_threads() -> int:
     return min((own, *_limits("pids", "pids.max", "pids.max")))
 
 
+def cpu_quota() -> float:
+    """How many cores the container may keep busy, infinite without a limit."""
+    found = [float("inf")]
+    for text in _texts("cpu", "cpu.max", "cpu.cfs_quota_us"):
+        quota, _, period = text.partition(" ")  # the first version of cgroups has the period, 100 ms, in another file
+        if quota.isdigit():
+            found.append(int(quota) / int(period or 100_000))
+    return min(found)
+
+
 def _limits(controller: str, name: str, old_name: str) -> Iterator[int]:
-    """The numbers in a file of this process's cgroup and of those around it, in both versions of cgroups."""
+    for text in _texts(controller, name, old_name):
+        if text.isdigit() and int(text) < NO_LIMIT:
+            yield int(text)
+
+
+def _texts(controller: str, name: str, old_name: str) -> Iterator[str]:
+    """What stands in a file of this process's cgroup and of those around it, in both versions of cgroups."""
     try:
         lines = OWN_CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -40,8 +56,6 @@ def _limits(controller: str, name: str, old_name: str) -> Iterator[int]:
             if not folder.is_relative_to(root):
                 break
             try:
-                text = (folder / file).read_text(encoding="utf-8").strip()
+                yield (folder / file).read_text(encoding="utf-8").strip()
             except OSError:
                 continue  # a container sees its own group at the root
-            if text.isdigit() and int(text) < NO_LIMIT:
-                yield int(text)

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 import torch
@@ -19,7 +20,7 @@ from epserve.link.failure import from_exception
 from epserve.link.step_server import Later, Reply, StepServer
 from epserve.models import UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.process import allocator, logs
+from epserve.process import allocator, cores, logs
 
 from . import groups
 from .device_memory import CudaMemory, DeviceMemory, RankRegions
@@ -62,6 +63,8 @@ class RankActor:
         self._server: StepServer | None = None
         self._experts: ExpertServer | None = None
         self._steps = RankSteps(self._poison)
+        self._cores_note: tuple[str, ...] = ()
+        self._host = cores.this_host()  # before this process is bound to a part of it
         self._newest = -1  # generation of the last group that was to be joined
         self._before_me: RankFacts | None = None
 
@@ -248,11 +251,31 @@ class RankActor:
                     address, self._rank, self._config.engine.ranks, self._device, self._config.scheduler.step_timeout_s
                 )
             grouped = time.monotonic()
+            if self._device.type == "cpu":
+                self._take_cores(group)
             self._worker.regroup(self._context(group))
             self._worker.warm_up()
             self._steps.generation = address.generation
             log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
+
+    def _take_cores(self, group: Any) -> None:
+        """Collective: this rank's share of its host's cores, as many ranks as there are on the host now."""
+        index, sharers = groups.neighbours(group, self._config.engine.ranks, self._rank, self._host.key)
+        asked = self._config.engine.cpu_threads
+        share = cores.share_of(self._host, index, sharers, asked)
+        if share.cores:
+            cores.bind(share.cores)
+        torch.set_num_threads(share.threads)
+        self._steps.threads = share.threads
+        if asked is not None and asked > share.threads:
+            log.warning(
+                "rank %d: engine.cpu_threads (or OMP_NUM_THREADS) %d is above its share, %d cores among %d ranks; it takes %d",
+                self._rank, asked, self._host.usable, sharers, share.threads,
+            )  # fmt: skip
+        bound = f", bound to cores {cores.shown(share.cores)}" if share.cores else ""
+        self._cores_note = (f"threads: {share.threads}, {self._host.usable} cores among {sharers} ranks{bound}",)
+        log.info("rank %d: %s", self._rank, *self._cores_note)
 
     def _leave(self, rank: int, arrangement: Arrangement) -> None:
         """Out of the group, and to another place where there is one. Joining comes next."""
@@ -296,7 +319,7 @@ class RankActor:
         worker = self._worker
         assert worker is not None
         return Standing(
-            notes=tuple(worker.explain()), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
+            notes=(*worker.explain(), *self._cores_note), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
             weights_bytes=worker.weights_bytes, times=worker.known.tables,
         )  # fmt: skip
 

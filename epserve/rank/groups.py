@@ -68,6 +68,16 @@ def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device,
     return dist.group.WORLD
 
 
+def neighbours(group: Any, num_ranks: int, rank: int, key: int) -> tuple[int, int]:
+    """Collective, on CPUs: this rank's number among the ranks whose key is the same, and how many they are."""
+    if group is None:
+        return 0, 1
+    keys = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    dist.all_gather(keys, torch.tensor([key]), group=group)
+    same = [other for other, each in enumerate(keys) if int(each) == key]
+    return same.index(rank), len(same)
+
+
 def _store_at(address: LinkAddress, timeout: timedelta) -> RankStore:
     """One for all generations of a store, kept with those before: torch's threads may use one longer than its group."""
     if not _stores or _stores[-1].address != address:

@@ -40,6 +40,8 @@ class RankSteps:
         self.generation = self.aborted = -1
         self.step, self.started = -1, 0.0
         self.regions = RankRegions(None)
+        self.threads = 1
+        """Operators of a step compute with so many. Torch keeps the number by thread, so the step's own thread sets it."""
         self._busy = threading.RLock()
         self._begun: queue.Queue[int] = queue.Queue()
         """Steps that the device may still be at."""
@@ -64,6 +66,8 @@ class RankSteps:
         with self._busy:
             try:
                 assert worker is not None
+                if torch.get_num_threads() != self.threads:
+                    torch.set_num_threads(self.threads)
                 wait = self._begin(worker, header, tensors, out)
                 later = functools.partial(self._end, rank, step, header["generation"], wait, tensors)
                 return later if overlaps else later()

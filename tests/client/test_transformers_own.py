@@ -1,7 +1,7 @@
 """transformers' own model tests with remote experts: `ModelTesterMixin` of its source distribution, for four families.
 
 The distribution has the mixin, not the classes and the generation tests of each model. So the four classes are in
-`client/transformers_own/check_families.py`; generation is compared by tests/client/test_transformers_ways.py.
+`tests/client/transformers_own/check_families.py`; generation is compared by tests/client/test_transformers_ways.py.
 """
 
 import json
@@ -17,6 +17,7 @@ import transformers
 from .transformers_own.excluded import EXCLUDED
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 LEAST = 100  # passed tests that called remote experts, all families together
 STUBS = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
 """Modules of the mixin's that the distribution lacks, and the class that each defines."""
@@ -54,7 +55,7 @@ def mixin(tmp_path_factory):
 def test_transformers_own_tests_pass_with_remote_experts(mixin, tmp_path):
     results = tmp_path / "results.json"
     environment = os.environ | {
-        "PYTHONPATH": f"{mixin}{os.pathsep}{HERE.parent}",
+        "PYTHONPATH": f"{mixin}{os.pathsep}{ROOT}",
         "EPSERVE_OWN_RESULTS": str(results),
         "HF_HUB_OFFLINE": "1",
     }
@@ -66,11 +67,9 @@ def test_transformers_own_tests_pass_with_remote_experts(mixin, tmp_path):
         "-q",
         "--tb=short",
         *plugin,
-        str(HERE / "client/transformers_own/check_families.py"),
+        str(HERE / "transformers_own" / "check_families.py"),
     ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=1150, check=False, env=environment, cwd=HERE.parent
-    )
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1150, check=False, env=environment, cwd=ROOT)
     assert results.exists(), run.stdout + run.stderr
     found = json.loads(results.read_text())
     failed = {name: told for name, (outcome, _, told) in found.items() if outcome == "failed"}

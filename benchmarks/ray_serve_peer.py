@@ -145,7 +145,7 @@ class Side:
             return f"127.0.0.1:{json.loads(ready.read_text())['port']}"
         # Serve pickles messages by the name of their module, which is the one that protoc gave it.
         (self._folder / "names").mkdir(exist_ok=True)
-        alias = "import sys\nfrom epserve.server import epserve_pb2\nsys.modules[__name__] = epserve_pb2\n"
+        alias = "import sys\nfrom epserve.protocol import epserve_pb2\nsys.modules[__name__] = epserve_pb2\n"
         (self._folder / "names" / "epserve_pb2.py").write_text(alias)
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(self._folder / "names"), os.getcwd(), environment.get("PYTHONPATH")])

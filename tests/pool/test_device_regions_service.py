@@ -304,8 +304,8 @@ class TestService:
     async def test_a_client_that_is_killed_has_unregistered(self, service):
         engine, server, reference = service
         program = (
-            "import sys, torch\nfrom epserve.client import Client\nfrom epserve.server import client_cuda_region\n"
-            "from tests.support.fake_device_memory import FakeGpuMemory\nclient_cuda_region.GpuMemory = FakeGpuMemory\n"
+            "import sys, torch\nfrom epserve.client import Client, cuda_region\n"
+            "from tests.support.fake_device_memory import FakeGpuMemory\ncuda_region.GpuMemory = FakeGpuMemory\n"
             f"with Client({server.address!r}) as client, client.register_cuda_region(1 << 16) as region:\n"
             "    print(region._memory.path, flush=True)\n"
             f"    while True: client.forward({LAYER}, torch.ones(64, {HIDDEN}), region=region)\n"

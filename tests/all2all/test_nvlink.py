@@ -36,7 +36,7 @@ def program(name: str, *arguments: object, interpreted: bool) -> str:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     if interpreted:
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, str(ROOT / "tests" / name), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tests" / "all2all" / name), *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     return done.stdout

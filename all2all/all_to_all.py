@@ -1,4 +1,4 @@
-"""All-to-all in Standard format: a row goes once to each rank that holds one of its experts, whatever their number."""
+"""All-to-all in Standard format: a row goes once to each rank that holds at least one of its experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .transport.torch_distributed import Journey, TorchDistributedPrepareAndFina
 
 
 class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
-    """Two collectives of uneven splits a dispatch: the rows; and their local slots, weights and scales beside them.
+    """Dispatches by two collectives of uneven splits: one for the rows, one for their local slots, weights and scales.
 
-    The splits depend on the ids, so their sizes are exchanged first, even where `tokens_per_rank` is known; the host
-    waits for that. Partial sums come home in the model's dtype and are added in float32 in rank order, so they are
-    rounded once a rank; `combine_order="slot"` rounds once a slot instead, whatever the number of ranks.
+    The splits depend on the ids, so the ranks exchange their sizes first, even where `tokens_per_rank` is known. The
+    host waits for that exchange. Partial sums come home in the model's dtype and are added in float32 in rank order, so
+    they are rounded once a rank. `combine_order="slot"` rounds once a slot instead, for any number of ranks.
     """
 
     capability = PrepareFinalizeCapability(

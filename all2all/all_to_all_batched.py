@@ -1,6 +1,6 @@
 """All-to-all in batched format: a row goes to each of its experts, into a block of fixed capacity per expert.
 
-The portable twin of the low-latency libraries: the same shapes and the same division of labour.
+This is the portable twin of the low-latency libraries: the same shapes and the same division of labour.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from .transport.torch_distributed import TorchDistributedPrepareAndFinalize, unp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchedJourney:
-    """What finalize must know of one batched dispatch."""
+    """Carries the state of one batched dispatch from prepare to finalize."""
 
     home: Routing
     row_Mt: torch.Tensor
-    """int64: which sent row each slot's result comes home in; undefined for id -1."""
+    """int64: index of the sent row in which each slot's result comes home. Entries of id -1 are undefined."""
     place_S: torch.Tensor
-    """int64: where each row that came lies in `(e * T, K)`."""
+    """int64: index in `(e * T, K)` of each received row."""
     sends: list[int]
     receives: list[int]
 
 
 class AllToAllBatchedPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
-    """Rows of an expert lie in the order of their source ranks and tokens, so they are the same on any number of ranks.
+    """Keeps the rows of an expert in the order of source rank and token, which is the same on any number of ranks.
 
-    One row of results a slot comes home in the model's dtype, and is weighted and added in slot order in float32: both
-    combine orders are "slot" here. A token that names an expert twice sends it one row, so T never overflows.
+    One row of results a slot comes home in the model's dtype. Finalize weights and adds the rows in slot order in
+    float32, so both combine orders are "slot" here. A token that names an expert twice sends it one row, so T never
+    overflows.
     """
 
     capability = PrepareFinalizeCapability(
@@ -108,7 +109,10 @@ class AllToAllBatchedPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
 
 
 def _one_row_per_expert(ids_Mt: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token of each row, row of each slot `(M, t)`, rows of each expert `(E,)`); rows in the order of expert, token."""
+    """Returns the token of each row, the row of each slot `(M, t)` and the number of rows of each expert `(E,)`.
+
+    Rows are sorted by expert, then by token.
+    """
     slots = torch.arange(ids_Mt.shape[1], device=ids_Mt.device)
     same_Mtt = ids_Mt[:, :, None] == ids_Mt[:, None, :]
     first_Mt = torch.where(same_Mtt, slots, ids_Mt.shape[1]).amin(-1)  # the first slot that names the same expert
@@ -122,7 +126,7 @@ def _one_row_per_expert(ids_Mt: torch.Tensor, num_experts: int) -> tuple[torch.T
 
 
 def _places(receives_Re: torch.Tensor, capacity: int, num_rows: int) -> torch.Tensor:
-    """Rows arrive by rank, expert, token and go to `(e * T)`: those of an expert lie one behind the other."""
+    """Returns the index in `(e * T)` of each row, given in arrival order (rank, expert, token). An expert's rows are adjacent."""
     local = receives_Re.shape[1]
     first_Re = receives_Re.cumsum(0) - receives_Re + torch.arange(local, device=receives_Re.device) * capacity
     counts = receives_Re.flatten()

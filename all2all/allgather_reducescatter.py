@@ -18,12 +18,14 @@ from .transport.torch_distributed import Journey, TorchDistributedPrepareAndFina
 
 
 class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
-    """Dispatch is an all-gather; with `tokens_per_rank` nothing is exchanged before it, and the host
-    never waits for the device unless `combine_order` is "slot".
+    """Dispatches by an all-gather and combines by a reduce-scatter.
 
-    NOTE: the reduce-scatter is an all-to-all of partial sums followed by a sum in rank order: as many bytes as a ring
-    would move, but added in float32 and in a fixed order, which a library's reduce-scatter does not promise. Partial
-    sums travel in the model's dtype.
+    With `tokens_per_rank` the ranks exchange nothing before the all-gather, and the host never waits for the device
+    unless `combine_order` is "slot".
+
+    NOTE: the reduce-scatter is an all-to-all of partial sums followed by a sum in rank order. It moves as many bytes as
+    a ring, but it adds in float32 and in a fixed order, which a library's reduce-scatter does not promise. Partial sums
+    travel in the model's dtype.
     """
 
     capability = PrepareFinalizeCapability(
@@ -70,7 +72,7 @@ class AllGatherReduceScatterPrepareAndFinalize(TorchDistributedPrepareAndFinaliz
 
 
 def pad(part: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows of unknown contents behind the real ones; `compact` drops them unread."""
+    """Returns `part` with rows of undefined contents appended up to `num_rows`. `compact` drops those rows unread."""
     if part.shape[0] == num_rows:
         return part
     padded = part.new_empty((num_rows, part.shape[1]))

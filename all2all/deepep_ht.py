@@ -1,7 +1,7 @@
 """DeepEP's high-throughput kernels: Standard format, a row to each rank that needs it.
 
-Where the numbers of tokens are known the library is told the most rows that can arrive, and nothing waits on the host;
-otherwise dispatch does, for the number of rows. No CUDA graph is made of either.
+If the numbers of tokens are known, the library gets an upper bound of the rows that arrive and the host never waits.
+Otherwise the host waits in dispatch for the number of rows. Neither way can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from epserve.modular_kernel import (
 
 from .transport import deepep_library as library
 
-RANKS = (2, 4, 8)  # what its kernels inside one node are compiled for
+RANKS = (2, 4, 8)  # the library compiles its kernels inside one node for these numbers of ranks
 NUM_SMS = {2: 64}
-"""Multiprocessors of its kernels, by ranks; others: the library's default, 20. At two ranks each of its channels has half of
-them: dispatch and combine of 4,096 rows took 1,024 us with 20, 667 with 32, 540 with 48, 522 with 64."""
+"""Multiprocessors of the library's kernels by number of ranks. Other numbers of ranks get the library's default, 20. At two
+ranks each channel has half of them: dispatch and combine of 4,096 rows took 1,024 us with 20, 667 with 32, 540 with 48, 522
+with 64."""
 DEFAULT_SMS = 20
 ROW_BYTES = 32  # rows are moved in two halves of int4
 MAX_HIDDEN = 8176  # half a bf16 row and 8 bytes must fit in the 8 KiB that a warp of its kernels has
-RECEIVE_TOKENS = 256  # of one channel: the library's tuned configurations for up to 8 ranks
+RECEIVE_TOKENS = 256  # tokens of one channel, from the library's tuned configurations for up to 8 ranks
 ROW_RECORD_BYTES = (
     128 * (8 + 4 + 4) + 64
 )  # most ids, weights and scales of a row in the library's buffer, and its source
@@ -45,17 +46,17 @@ ROW_RECORD_BYTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What finalize must know of one dispatch."""
+    """Carries the state of one dispatch from prepare to finalize."""
 
     library_handle: Any
     local: Routing
     sent: library.Outgoing
-    """Alive until the rows are home."""
+    """The buffers of the dispatch stay alive until the rows are home."""
     buffers: library.Buffers | None
 
 
 class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """bf16, or fp8 in 1x128 blocks out and bf16 home. Partial sums are added by the library, in float32."""
+    """Sends rows as bf16 or as fp8 in 1x128 blocks, and returns them as bf16. The library adds partial sums in float32."""
 
     capability = PrepareFinalizeCapability(
         activation_format=FusedMoEActivationFormat.Standard,
@@ -69,7 +70,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         interruptible=False,
     )
     configured = True
-    """The calls take a configuration (how many multiprocessors, and how large the pieces are), and where tokens go."""
+    """Whether the library's calls take a configuration (multiprocessors, sizes of the pieces) and the layout of the tokens."""
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, buffer: Any):
         super().__init__(ranks, spec, options)
@@ -91,8 +92,12 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return Receiver(self.book, self._start(x_MK, routing, most_rows(tokens_per_rank), beside=True))
 
     def _start(self, x_MK: torch.Tensor, routing: Routing, most: int, *, beside: bool):
-        """Dispatch. most: rows that arrive at most, 0 where nobody knows: the host waits for their number. With `beside`
-        the current stream does not wait for the rows."""
+        """Starts a dispatch.
+
+        Args:
+            most: upper bound of the rows that arrive. With 0 (unknown) the host waits for their number.
+            beside: the current stream does not wait for the rows.
+        """
         if x_MK.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 f"{type(self).__name__}: the host takes part in its dispatch (it waits for the number of rows where the"
@@ -112,14 +117,16 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return finish
 
     def _send(self, sent: library.Outgoing, most: int, beside: bool):
-        """The library's call of a dispatch: (rows, or rows and scales; ids; weights; its handle; its event).
+        """Calls the library's dispatch.
 
-        With `most` as many rows come back; those behind the last real one are undefined and have ids of -1.
+        Returns:
+            The rows (or rows and scales), ids, weights, the library's handle and its event. If `most` is not 0, exactly
+            `most` rows come back. Rows behind the last real one are undefined and have ids of -1.
         """
         if most:
             self.buffer.unwaited = True
         elif getattr(self.buffer, "unwaited", False):
-            # The number of rows of an earlier dispatch, which nobody waited for, must not be taken for this one's.
+            # The host did not wait for the number of rows of an earlier dispatch. It must not be taken for this one's.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize(self.ranks.device)
             self.buffer.unwaited = False
@@ -137,7 +144,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return received, ids, weights, handle, done
 
     def _send_home(self, y: torch.Tensor, handle: Any, beside: bool):
-        # Asynchronous: after what the current stream holds now, on the library's own stream.
+        # An asynchronous call runs on the library's own stream, after all work that the current stream holds now.
         combined, _, done = self.buffer.combine(y, handle, config=self.configs[1], async_finish=beside)
         return combined, done
 
@@ -167,12 +174,15 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
 
 def most_rows(tokens_per_rank: Sequence[int] | None) -> int:
-    """That can arrive at a rank; at least one, since none means to the library that nobody knows. 0: nobody does."""
+    """Returns an upper bound of the rows that arrive at a rank, or 0 if the numbers of tokens are unknown.
+
+    A known bound is at least 1, because the library takes 0 as unknown.
+    """
     return 0 if tokens_per_rank is None else max(1, sum(tokens_per_rank))
 
 
 def configs(num_ranks: int) -> tuple[Any, Any]:
-    """The library's for dispatch and for combine, with our number of multiprocessors."""
+    """Returns the library's configurations of dispatch and of combine, with the number of multiprocessors from `NUM_SMS`."""
     from deep_ep import Buffer
 
     others = Buffer.num_sms
@@ -189,7 +199,7 @@ def padded_hidden(spec: LayerSpec) -> int:
 
 
 class DeepEPHTAll2AllManager(All2AllManager):
-    """One buffer for all configurations; it grows, which is collective, when a larger one is asked for."""
+    """Keeps one buffer for all configurations. The buffer grows, collectively, when a configuration needs a larger one."""
 
     prepare_finalize = DeepEPHTPrepareAndFinalize
 
@@ -203,7 +213,7 @@ class DeepEPHTAll2AllManager(All2AllManager):
 
     @classmethod
     def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
-        """Channels of fixed length: it does not depend on the number of tokens."""
+        """Returns the bytes of the buffer. Channels have a fixed length, so the number of tokens does not matter."""
         row = padded_hidden(spec) * spec.shape.dtype.itemsize + ROW_RECORD_BYTES
         channels = NUM_SMS.get(spec.layout.num_ranks, DEFAULT_SMS) // 2
         return channels * spec.layout.num_ranks * (RECEIVE_TOKENS * row + 32)
@@ -230,7 +240,7 @@ class DeepEPHTAll2AllManager(All2AllManager):
 
     def abandon(self) -> None:
         super().abandon()
-        self._buffer = None  # destroying it is collective, and the group is broken: left to the process's end
+        self._buffer = None  # destroying is collective and the group is broken: process exit frees it
 
     def destroy(self) -> None:
         try:

@@ -28,32 +28,32 @@ from epserve.modular_kernel.quantization import BLOCK
 from .transport import deepep_library as library
 from .transport.symmetric import one_host
 
-HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # what its kernels are compiled for
+HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # the library compiles its kernels for these
 MAX_TOP_K = 11
 MAX_OUTSTANDING = 2  # the library has two buffers in turn: a third dispatch overwrites the first one's result
 MAX_BYTES = 32 << 30
-QUEUE_DEPTH = 1024  # the library's: twice the tokens and two must fit
+QUEUE_DEPTH = 1024  # the library's queues must hold twice the tokens plus two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What finalize must know of one dispatch."""
+    """Carries the state of one dispatch from prepare to finalize."""
 
     library_handle: Any
     home: library.Outgoing
-    """Its ids and weights are read again by combine."""
+    """The sent batch: combine reads its ids and weights again."""
 
 
 class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """bf16, or fp8 in 1x128 blocks out and bf16 home. The library's combine multiplies by the weights and adds.
+    """Sends rows as bf16 or as fp8 in 1x128 blocks, and returns them as bf16. The library's combine weights and adds.
 
-    Hidden sizes that the library lacks are padded with zeros to its next one, inside. The cap is rounded up so that a rank
-    can receive a multiple of 4 rows. Two results at most may be outstanding, over all configurations of one manager.
+    Hidden sizes that the library lacks are padded with zeros to the next size that it has. The cap is rounded up so that
+    a rank can receive a multiple of 4 rows. At most two results may be outstanding, over all configurations of a manager.
 
-    The no-wait calls: over a network the library's receive hooks, which take no multiprocessor meanwhile. On one host the
-    sending kernel copies the rows itself, and with a hook it would do so before anything else; there the whole call runs on
-    the library's own stream, beside the caller's. (128 tokens, bf16, with a shared expert of 34 us: one after the other 120 us,
-    hooks 125, own stream 98.)
+    The no-wait calls use the library's receive hooks over a network, where a hook takes no multiprocessor while it waits.
+    On one host the sending kernel copies the rows itself, and with a hook it would do so before any other work. There the
+    whole call runs on the library's own stream, beside the caller's. Measured with 128 tokens in bf16 and a shared expert
+    of 34 us: 120 us one after the other, 125 us with hooks, 98 us on the library's stream.
     """
 
     capability = PrepareFinalizeCapability(
@@ -97,7 +97,7 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         buffer = self.shared.take(self.layout)
         hidden, local = x_MK.shape[1], self.spec.layout.counts[self.ranks.rank]
         x = library.pad(x_MK, self.hidden)
-        # NOTE: nothing is given back for another step: a CUDA graph goes on to write what was allocated as it was captured.
+        # NOTE: buffers are not given back for another step: a CUDA graph goes on to write memory allocated during its capture.
         home, _ = self.sender.ready(x, routing)
         received, counts, handle, event, hook = buffer.low_latency_dispatch(
             x, home.ids_Mt, cap, self.sender.total, use_fp8=self.quantised, **self._timing(beside)
@@ -107,7 +107,7 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         def finish() -> Prepared:
             if beside:
                 (event.current_stream_wait if self.shared.one_host else hook)()
-            assert sent  # alive until the library's stream is done with it
+            assert sent  # stays alive until the library's stream has finished with it
             rows, scales = received if self.quantised else (received, None)
             if scales is not None:  # as the library leaves them: column by column, of the padded hidden size
                 scales = scales[:local, :, : hidden // BLOCK]
@@ -164,14 +164,14 @@ def padded_hidden(spec: LayerSpec) -> int:
 
 
 def rounded(options: PrepareFinalizeOptions, spec: LayerSpec) -> PrepareFinalizeOptions:
-    """The cap as a multiple of 4: the rows that a rank can receive must be."""
+    """Returns the options with a cap for which the number of rows that a rank can receive is a multiple of 4."""
     return replace(options, max_tokens_per_rank=-(-options.max_tokens_per_rank // 4) * 4)
 
 
 class SharedBuffer:
-    """One `deep_ep.Buffer` for all configurations of a process: the NVSHMEM underneath is set up once.
+    """Owns the one `deep_ep.Buffer` of all configurations of a process. NVSHMEM underneath is set up once.
 
-    Its zeroed areas lie elsewhere in each configuration, so a change of configuration cleans it, which is collective.
+    The zeroed areas lie elsewhere in each configuration, so a change of configuration cleans the buffer, collectively.
     """
 
     def __init__(self, ranks: RankContext):
@@ -181,7 +181,7 @@ class SharedBuffer:
         self._layout: tuple[int, int, int] | None = None
 
     def ensure(self, num_bytes: int, queues: int) -> None:
-        """Large enough for a configuration, now or after growing. Collective."""
+        """Grows the buffer to at least `num_bytes` and `queues` where it is smaller. Collective."""
         if num_bytes <= self._num_bytes and queues <= self._queues:
             return
         if self.outstanding:
@@ -237,7 +237,7 @@ class DeepEPLLAll2AllManager(All2AllManager):
 
     @classmethod
     def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
-        """Two buffers in turn, each with what is sent and what is received, a row to each expert."""
+        """Returns the bytes of two buffers used in turn. Each holds the sent and the received rows, a row to each expert."""
         cap, hidden = rounded(options, spec).max_tokens_per_rank, padded_hidden(spec)
         experts = max(spec.layout.counts) * spec.layout.num_ranks
         message = 16 + max(hidden * 2, hidden + hidden // 128 * 4)
@@ -266,7 +266,7 @@ class DeepEPLLAll2AllManager(All2AllManager):
 
     def abandon(self) -> None:
         super().abandon()
-        self.shared.buffer = None  # destroying it is collective, and the group is broken: left to the process's end
+        self.shared.buffer = None  # destroying is collective and the group is broken: process exit frees it
 
     def destroy(self) -> None:
         try:

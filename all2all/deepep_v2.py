@@ -18,7 +18,7 @@ ALIGN = 2 << 20  # of its buffers
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
-    """The high-throughput steps over the newer buffer, which lays a dispatch out itself."""
+    """Runs the high-throughput steps over the newer buffer, which computes the layout of a dispatch itself."""
 
     capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
     configured = False
@@ -52,7 +52,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
 
 
 class DeepEPV2All2AllManager(All2AllManager):
-    """A buffer for each configuration."""
+    """Keeps one buffer for each configuration."""
 
     prepare_finalize = DeepEPV2PrepareAndFinalize
 
@@ -73,7 +73,7 @@ class DeepEPV2All2AllManager(All2AllManager):
 
     @classmethod
     def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
-        """Rows from every rank, and as many on their way home. An estimate: the library's own sum needs its communicator."""
+        """Estimates the bytes of rows from every rank and of as many rows home. The library's own sum needs its communicator."""
         rows = spec.layout.num_ranks * options.max_tokens_per_rank
         row = padded_hidden(spec) * spec.shape.dtype.itemsize + spec.shape.top_k * 12 + 64
         return -(-2 * rows * row // ALIGN) * ALIGN

@@ -1,6 +1,7 @@
-"""What FlashInfer's fused CUTLASS experts want around them: all ranks' rows, unquantised, and sums that are reduce-scattered.
+"""All-to-all for FlashInfer's fused CUTLASS experts: gathers all ranks' rows unquantised and reduce-scatters the sums.
 
-Any other Standard backend may serve those experts too, and this one other experts: the pair is what the field knows by the name.
+Any other Standard backend may serve those experts too, and this backend may serve other experts. The field knows the pair by
+this name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .allgather_reducescatter import AllGatherReduceScatterPrepareAndFinalize
 
 
 def unavailable() -> str | None:
-    """Why FlashInfer cannot be used here, and what to do about it."""
+    """Returns the reason why FlashInfer cannot be used here and the remedy, or None if it can."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer is not installed: pip install flashinfer-python"
     if not torch.cuda.is_available():
@@ -30,7 +31,7 @@ def unavailable() -> str | None:
 
 
 class FlashInferCutlassMoEPrepareAndFinalize(AllGatherReduceScatterPrepareAndFinalize):
-    """Rows travel in the model's dtype, since the library quantises them itself; it weights and adds a rank's slots."""
+    """Sends rows in the model's dtype, because the library quantises them itself. The library weights and adds a rank's slots."""
 
     capability = PrepareFinalizeCapability(
         activation_format=FusedMoEActivationFormat.Standard,

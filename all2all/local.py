@@ -1,4 +1,4 @@
-"""The all-to-all of one rank: nothing crosses, finalize weights and reduces."""
+"""The all-to-all of one rank: no rows travel, and finalize weights and reduces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epserve.modular_kernel import (
 
 
 class LocalPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Physical ids are local slots. The handle keeps the routing for the weighted sum."""
+    """Takes physical ids as local slots. The handle keeps the routing for the weighted sum."""
 
     capability = PrepareFinalizeCapability(
         activation_format=FusedMoEActivationFormat.Standard, max_ranks=1, cuda_graph=True

@@ -1,8 +1,8 @@
 """All-to-all inside one NVLink domain: Triton kernels that store straight into the memory of peers, and load from it.
 
-Dispatch pushes a token once to each rank that holds one of its experts; combine pulls the ranks' partial sums and adds
-them in rank order. The host never waits for the device. The device code is in `kernels/nvlink.py`, the memory in
-`all2all/transport/nvlink_heap.py`; `docs/all2all.md` describes the protocol.
+Dispatch pushes a token once to each rank that holds one of its experts. Combine pulls the ranks' partial sums and adds
+them in rank order. The host never waits for the device. The device code is in `kernels/nvlink.py` and the memory in
+`all2all/transport/nvlink_heap.py`. `docs/all2all.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .transport.nvlink_heap import Heap, Layout, Slot
 from .transport.symmetric import CUDA_PROVIDERS, Provider
 
 MAX_RANKS = 64  # addresses in a row of the kernels' table
-WARM_UP_LIMIT_S = 120.0  # the first round, at least: the ranks compile at their own pace
+WARM_UP_LIMIT_S = 120.0  # least limit of the first round, because the ranks compile at their own pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a kernel cuts its work. `programs` is the most that run, 4096 at most."""
+    """Describes how a kernel cuts its work. `programs` is the most programs that run, at most 4096."""
 
     programs: int
     warps: int
@@ -51,9 +51,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tilings:
-    """By phase and batch size, as measured by `benchmarks/tune_nvlink.py` on two H200s at hidden 7,168.
+    """Holds the tilings by phase and batch size, as `benchmarks/tune_nvlink.py` measured them on two H200s at hidden 7,168.
 
-    `narrow`, for the no-wait calls, leaves 100 of 132 multiprocessors to what runs beside it.
+    `narrow`, for the no-wait calls, leaves 100 of 132 multiprocessors to the kernels beside it.
     """
 
     few_tokens: int = 256
@@ -70,28 +70,28 @@ class Tilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What finalize must know of one dispatch."""
+    """Carries the state of one dispatch from prepare to finalize."""
 
     slot: Slot
     home: Routing
     local: Routing
     dense: bool
-    """Rows of all ranks one behind the other, instead of at multiples of the cap."""
+    """Rows of all ranks lie one behind the other, instead of at multiples of the cap."""
     first_row: int
-    """Of this rank's tokens in every rank's rows."""
+    """Index of this rank's first token in every rank's rows."""
     num_rows: int
 
 
 class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Standard format. `Prepared.x` is a view of the receive buffer, valid until its handle is finalised.
+    """Prepares in Standard format. `Prepared.x` is a view of the receive buffer, valid until its handle is finalised.
 
-    With `tokens_per_rank` the rows of all ranks lie one behind the other and M' is their sum. Without it, nothing is
-    exchanged first either: each rank's rows start at a multiple of the cap, M' is R times the cap, and the ids of rows
-    that nobody sent are -1.
+    With `tokens_per_rank` the rows of all ranks lie one behind the other and M' is their sum. Without it the ranks
+    exchange nothing first either: each rank's rows start at a multiple of the cap, M' is R times the cap, and the ids of
+    rows that no rank sent are -1.
 
-    `Prepared.output` is where experts that reduce should write: peers read it there, and nothing is copied.
+    Experts that reduce should write to `Prepared.output`: peers read it there without a copy.
 
-    CUDA graphs: a graph that holds as many combines as dispatches can be replayed any number of times.
+    A CUDA graph that holds as many combines as dispatches can be replayed any number of times.
     """
 
     capability = PrepareFinalizeCapability(
@@ -129,7 +129,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self._limit_ns = int(ranks.timeout_s * 1e9)
 
     def _meet(self) -> None:
-        """A round of no tokens with each tiling: compiles every kernel, and shows that every rank reaches every other."""
+        """Runs an empty round with each tiling, which compiles every kernel and shows that every rank reaches every other."""
         shape, device = self.spec.shape, self.ranks.device
         x = torch.empty((0, shape.hidden), dtype=shape.dtype, device=device)
         none = Routing(
@@ -158,7 +158,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return self.heap.slots[0].x.shape[0]
 
     def check(self) -> None:
-        """Raises RankFailed when a wait of an earlier step has expired; never blocks."""
+        """Raises RankFailed when a wait of an earlier step has expired. Never blocks."""
         self.heap.check()
 
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
@@ -240,7 +240,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         )
 
     def _place(self, flight: Flight, y: torch.Tensor, reduce) -> None:
-        """Partial sums where peers read them, unless the experts wrote them there."""
+        """Copies partial sums to the memory that peers read, unless the experts wrote them there."""
         there = flight.slot.y[: flight.num_rows]
         if isinstance(reduce, TopKWeightAndReduceNoOP) and y.data_ptr() == there.data_ptr():
             return
@@ -249,7 +249,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         reduce.apply(y, flight.local, there)
 
     def _beside(self, launch):
-        """Run `launch` on a stream beside the current one; the result makes the then current stream wait for it."""
+        """Runs `launch` on a stream beside the current one. The returned call makes the then current stream wait for it."""
         if self.ranks.device.type != "cuda":
             launch()
             return lambda: None

@@ -1,7 +1,7 @@
 """The NVLink all-to-all for experts that want the batched format: `(e, T, K)` with counts on the device.
 
-A token still crosses the link once for each rank. What arrives is laid out expert by expert on the rank that received
-it, and weighted and summed there before the combine, so the bytes on the wire are those of `nvlink`.
+A token still crosses the link once for each rank. The receiving rank lays its rows out expert by expert, and weights and
+sums the results before the combine, so the bytes on the wire are those of `nvlink`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from epserve.modular_kernel.quantization import BLOCK
 from .nvlink import Flight, NvlinkAll2AllManager, NvlinkPrepareAndFinalize
 from .transport.nvlink_heap import dispatches_fp8
 
-COLUMNS = 1024  # of a row that one program moves
+COLUMNS = 1024  # columns of a row that one program moves
 SCANNED = 256  # rows that an expert's program looks at together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Of one slot. T is R times the cap, whatever a step brings: what experts reserve and compile does not change."""
+    """Holds the blocks of one slot. T is R times the cap in every step, so the experts' buffers and variants do not change."""
 
     x: torch.Tensor
     """`(e, T, K)`, e4m3 where rows travel so."""
@@ -46,9 +46,9 @@ class Blocks:
 
 
 class NvlinkBatchedPrepareAndFinalize(NvlinkPrepareAndFinalize):
-    """BatchedExperts. Rows of an expert lie in the order of their source ranks and tokens; one that a token names twice
-    has its row once. `Prepared.x` is valid until its handle is finalised. The blocks take e x R x cap rows: made for
-    small caps."""
+    """Prepares in the BatchedExperts format. Rows of an expert lie in the order of their source ranks and tokens. An expert
+    that a token names twice has its row once. `Prepared.x` is valid until its handle is finalised. The blocks take
+    e x R x cap rows, so they suit small caps."""
 
     capability = dataclasses.replace(
         NvlinkPrepareAndFinalize.capability, activation_format=FusedMoEActivationFormat.BatchedExperts
@@ -97,7 +97,7 @@ class NvlinkBatchedPrepareAndFinalize(NvlinkPrepareAndFinalize):
         return Prepared(x=made.x, scales=made.scales, expert_num_tokens=made.counts, handle=handle)
 
     def _place(self, flight: Flight, y: torch.Tensor, reduce: TopKWeightAndReduce) -> None:
-        """Each row's partial sum where peers read it."""
+        """Writes each row's partial sum to the memory that peers read."""
         from .kernels import batched as kernels
 
         reason, made = self.why_not_reduce(reduce), self.blocks[flight.slot.index]
@@ -117,7 +117,7 @@ class NvlinkBatchedAll2AllManager(NvlinkAll2AllManager):
 
     @classmethod
     def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
-        """The heap of `nvlink`, and the blocks of the rank with the most experts."""
+        """Returns the bytes of the heap of `nvlink` and of the blocks of the rank with the most experts."""
         rows, hidden = spec.layout.num_ranks * options.max_tokens_per_rank, spec.shape.hidden
         fp8 = dispatches_fp8(spec, options)
         row = hidden + hidden // BLOCK * 4 if fp8 else hidden * spec.shape.dtype.itemsize

@@ -1,7 +1,7 @@
 """NVSHMEM through nvshmem4py, plainly: each rank lays its batch out in the symmetric heap, the others read it there.
 
-What `nvlink` does with kernels of its own this does with torch copies between tensors and the library's barrier. It is
-the short path to read, and the reference for the fast one.
+This backend uses torch copies between tensors and the library's barrier, and `nvlink` uses kernels of its own. It is the
+short path to read, and the reference for the fast one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .transport.symmetric import NvshmemHeap, Provider, Region, allocate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one rank shows to the others: its batch `(cap, ...)`, and partial sums for each of them `(R, cap, K)`."""
+    """Holds the memory that other ranks read: this rank's batch `(cap, ...)`, and partial sums for each rank `(R, cap, K)`."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -39,9 +39,10 @@ class Stage:
 
 
 class NvshmemPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Standard format; every token visits every rank (an all-gather), partial sums are read back and added in rank order.
+    """Prepares in Standard format by an all-gather. Finalize reads partial sums back and adds them in rank order.
 
-    One batch at a time: the stage is overwritten by the next. Rows behind a rank's last token have ids of -1.
+    Only one batch may be in flight, because the next batch overwrites the stage. Rows behind a rank's last token have ids
+    of -1.
     """
 
     capability = PrepareFinalizeCapability(
@@ -79,7 +80,7 @@ class NvshmemPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         )
 
     def barrier(self) -> None:
-        """On the current stream: everything before it, on every rank, comes before everything after it."""
+        """Orders the current streams: all work before the barrier, on every rank, comes before all work after it."""
         import nvshmem.core as nvshmem
 
         nvshmem.barrier_all(stream=_TorchStream())
@@ -129,7 +130,7 @@ class NvshmemPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
 
 class _TorchStream:
-    """torch's current stream, in the protocol that the library asks for."""
+    """Shows torch's current stream by the protocol that the library asks for."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, torch.cuda.current_stream().cuda_stream

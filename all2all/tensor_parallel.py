@@ -1,6 +1,6 @@
 """Experts shared by slices: the T ranks of a group hold the same experts, each N/T of their intermediate size (EP x TP).
 
-Rank r is slice r % T of expert group r // T. Around any other backend, which joins the ranks of equal slice:
+Rank r is slice r % T of expert group r // T. An inner backend of any kind joins the ranks of equal slice:
 
     prepare    all-gather of the group's tokens, then the inner backend's dispatch of all of them
     experts    every rank on its slices: partial sums over N/T
@@ -35,19 +35,19 @@ from epserve.modular_kernel import (
 from .allgather_reducescatter import compact, pad
 from .transport.torch_distributed import Transfer, Wire, pack_beside, unpack_beside
 
-MEET_S = 30.0  # to make a group: ranks come to it from loading their weights at their own pace
+MEET_S = 30.0  # limit to make a group: ranks arrive after loading their weights at their own pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank stands: `group` of `size` ranks that share experts, and `column` of the ranks with the same slice."""
+    """Names the process groups of a rank: `group` of `size` ranks that share experts, and `column` of the same slice."""
 
     group: RankContext
     column: RankContext
 
     @classmethod
     def of(cls, ranks: RankContext, size: int) -> Place:
-        """Collective: makes the two process groups, rows first. Raises ConfigError."""
+        """Makes the two process groups, rows first. Collective. Raises ConfigError."""
         if size < 1 or ranks.world_size % size:
             raise ConfigError(f"{ranks.world_size} ranks do not divide by tensor_parallel {size}")
         index, part = divmod(ranks.rank, size)
@@ -66,7 +66,7 @@ class Place:
 
 
 def _subgroups(ranks: RankContext, members: list[list[int]]) -> list[Any]:
-    """A process group of each list of ranks; None for lists of one. Collective.
+    """Makes a process group of each list of ranks, or None for a list of one. Collective.
 
     NOTE: every process makes every group, in one order. torch can also let the members alone make one, but names it after
     the number of groups that a process knows, which may differ.
@@ -91,14 +91,14 @@ def _subgroups(ranks: RankContext, members: list[list[int]]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What finalize must know of one dispatch. `counts`: tokens of each rank of the group."""
+    """Carries the state of one dispatch from prepare to finalize. `counts`: tokens of each rank of the group."""
 
     inner: DispatchHandle
     counts: list[int]
 
 
 class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Format, limits and `Prepared` are the inner backend's, which gets T times as many tokens."""
+    """Wraps an inner backend, which gets T times as many tokens and sets the format, the limits and `Prepared`."""
 
     def __init__(
         self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, place: Place, inner: All2AllManager
@@ -136,7 +136,7 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return self._outer(prepared, counts)
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        """The tokens of the group are gathered here; the inner dispatch goes on until the receiver is called."""
+        """Gathers the tokens of the group at once. The inner dispatch goes on until the receiver is called."""
         counts, gathered = self._gather(x_MK, routing, tokens_per_rank)
         x, routed = self._gathered(gathered, counts, routing.ids_Mt.shape[1])
         receive = self.inner.prepare_no_receive(
@@ -189,7 +189,7 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return counts_T1[:, 0].tolist()
 
     def _of_groups(self, tokens_per_rank) -> list[int] | None:
-        """Tokens of each rank of the column: those of its whole group."""
+        """Returns the tokens of each rank of the column, which are those of its whole group."""
         if tokens_per_rank is None:
             return None
         size = self.place.group.world_size
@@ -200,9 +200,9 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
 
 class TensorParallelManager(All2AllManager):
-    """Around another backend's manager, which serves the ranks of equal slice. Not in the registry: it is no backend by itself.
+    """Wraps another backend's manager, which serves the ranks of equal slice. The registry does not list this wrapper.
 
-    `spec.layout` has one entry for each expert group; `spec.shape.intermediate` is that of one slice.
+    `spec.layout` has one entry for each expert group. `spec.shape.intermediate` is the size of one slice.
     """
 
     prepare_finalize = TensorParallelPrepareAndFinalize
@@ -233,5 +233,5 @@ class TensorParallelManager(All2AllManager):
             try:
                 self.inner.destroy()
             finally:
-                if not self._broken:  # a broken group's subgroups go with the world that they belong to
+                if not self._broken:  # the subgroups of a broken group end with their world
                     self.place.destroy()

@@ -1,1 +1,1 @@
-"""Device code of the all-to-all backends; launchers and checks live one level up."""
+"""Device code of the all-to-all backends. Launchers and checks live one level up."""

@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def place(ids, places, counts, rows, K: tl.constexpr, BLOCK: tl.constexpr):
-    """One program an expert: its rows in their order. places[row, slot] is where the row lies in the block of the slot's
-    expert; an expert that a row names twice has it once."""
+    """Places each expert's rows in their order, one program an expert. places[row, slot] is the index of the row in the block
+    of the slot's expert. An expert that a row names twice has the row once."""
     expert = tl.program_id(0)
     k = tl.arange(0, triton.next_power_of_2(K))
     count = tl.zeros([], tl.int32)
@@ -31,7 +31,7 @@ def place(ids, places, counts, rows, K: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def spread(x, scales, ids, places, blocks, block_scales, H: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
            SCALED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Row r to row places[r, slot] of every local slot's block; SCALED: with its H/128 scales."""
+    """Copies row r to row places[r, slot] of every local slot's block. SCALED: copies its H/128 scales too."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = c * BLOCK + tl.arange(0, BLOCK)
     group = c * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
@@ -52,7 +52,8 @@ def spread(x, scales, ids, places, blocks, block_scales, H: tl.constexpr, K: tl.
 
 @triton.jit
 def weigh(y, ids, weights, places, out, H: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = the weighted sum over r's local slots, in slot order and float32; rows without one are left as they are."""
+    """Sets out[r] to the weighted sum over r's local slots, in slot order and float32. Rows without a local slot keep their
+    contents."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = c * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

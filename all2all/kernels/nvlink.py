@@ -4,18 +4,18 @@ Legend: M tokens of this rank, H hidden size, K top-k, W ranks, phase 0 dispatch
 
 `table` holds one row of W addresses (`TAB` apart) for each part of a slot. `flags` are this rank's own, one int32 for each
 source and phase, `FLAG` apart, and they only grow:
-- dispatch: every program of the source adds its share after its stores; the shares of one step sum up to `SHARES`,
-  whatever the number of programs, so that step n is complete at n * SHARES;
-- combine: the source's last step whose partial sums may be read.
-Each is a release at system scope, which an acquire at the waiting rank pairs with. Steps are counted on the device (`ctl`;
-dispatch counts, the combine that follows it has the same number) and compared by their difference, so that they may wrap,
-and so that a replayed graph needs no reset.
+- dispatch: every program of the source adds its share after its stores. The shares of one step sum up to `SHARES` for any
+  number of programs, so step n is complete at n * SHARES.
+- combine: the flag is the source's last step whose partial sums may be read.
+Each write is a release at system scope, and an acquire at the waiting rank pairs with it. The device counts steps in `ctl`:
+dispatch counts, and the combine that follows it has the same number. Steps are compared by their difference, so they may
+wrap, and a replayed graph needs no reset.
 
-Who waits: in dispatch the last program alone, after its own stores, for all ranks including its own; in combine program 0
-signals before it waits, and then every program waits. So no program waits for one of its own grid behind it.
+In dispatch only the last program waits, after its own stores, for all ranks including its own. In combine program 0 signals
+before it waits, and then every program waits. So no program waits for a later program of its own grid.
 
-A wait that outlasts its limit records who was late (`failed`, and the host's `status`) and returns. From then on every
-kernel of this heap does nothing: the context survives, the host raises, and the group can be rebuilt.
+A wait that outlasts its limit records the late rank (`failed`, and the host's `status`) and returns. Every later kernel of
+this heap does nothing: the context survives, the host raises, and the group can be rebuilt.
 
 Under Triton's interpreter (TRITON_INTERPRET=1) the same code runs on CPU ranks over shared files.
 """
@@ -44,14 +44,14 @@ Y = tl.constexpr(3)
 FLAGS_DISPATCH = tl.constexpr(4)
 FLAGS_COMBINE = tl.constexpr(5)
 STATUS = tl.constexpr(6)
-IDS = tl.constexpr(7)  # two rows: of the spaced layout, then of the dense one
+IDS = tl.constexpr(7)  # two rows: the spaced layout, then the dense layout
 
 # Words of ctl.
 STEP = tl.constexpr(0)  # dispatches that have been received
 HIGH = tl.constexpr(1)  # rows of the spaced layout that may hold ids at the peers
 
-FEW_RANKS = tl.constexpr(4)  # whose addresses are kept in registers
-SHARES = tl.constexpr(4096)  # what a step adds to a dispatch flag; the most programs
+FEW_RANKS = tl.constexpr(4)  # up to here the addresses of the ranks are kept in registers
+SHARES = tl.constexpr(4096)  # a step's increment of a dispatch flag, and the most programs
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _peer(table, part: tl.constexpr, rank, dtype: tl.constexpr):
 if INTERPRETED:
 
     def _host_clock() -> int:
-        time.sleep(0.0005)  # between two looks at the flags: the rank that is waited for may need this core
+        time.sleep(0.0005)  # between two reads of the flags, because the late rank may need this core
         return time.monotonic_ns()
 
     @triton.jit
@@ -95,9 +95,10 @@ def _flags_of_peers(table, part: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _ahead(flags, target, W: tl.constexpr):
-    """How far the slowest rank's flag is beyond the target, negative when it is behind.
+    """Returns how far the slowest rank's flag is beyond the target. The result is negative when the flag is behind.
 
-    At most 32 flags at a time: a reduction within a warp, with no barrier, since warps leave the loop one by one.
+    It takes at most 32 flags at a time, so the reduction stays within a warp. A barrier is impossible, because warps leave
+    the loop one by one.
     """
     r = tl.arange(0, 32 if W > 32 else triton.next_power_of_2(W))
     ahead = tl.min(_seen(flags + tl.minimum(r, W - 1) * FLAG) - target, 0)
@@ -108,13 +109,13 @@ def _ahead(flags, target, W: tl.constexpr):
 
 @triton.jit
 def _agree(ok):
-    """1 when every thread of the program has ok, else 0 in all of them. Scalars read by each thread may differ in time."""
+    """Returns 1 if `ok` holds in every thread of the program, else 0 in all of them. Threads read a scalar at different times."""
     return tl.min(tl.zeros([1024], tl.int32) + ok.to(tl.int32), 0)
 
 
 @triton.jit
 def _wait(table, flags, failed, target, step, limit_ns, phase: tl.constexpr, W: tl.constexpr):
-    """1 when every rank's flag has reached the target, 0 when this heap has failed, now or before."""
+    """Waits until every rank's flag has reached the target. Returns 1 then, and 0 if this heap has failed, now or before."""
     intact = tl.load(failed) == 0
     start = _now()
     ahead = _ahead(flags, target, W)
@@ -136,7 +137,7 @@ def _wait(table, flags, failed, target, step, limit_ns, phase: tl.constexpr, W: 
 
 @triton.jit
 def _received(table, flags, ctl, failed, tokens, dense, limit_ns, W: tl.constexpr):
-    """Wait for every rank's rows, and count the step. By then this rank's own programs have read what is written here."""
+    """Waits for every rank's rows and counts the step. This rank's programs have read the words written here by then."""
     step = tl.load(ctl + STEP) + 1
     if _wait(table, flags, failed, step * SHARES, step, limit_ns, 0, W) != 0:
         tl.store(ctl + STEP, step)
@@ -147,7 +148,7 @@ def _received(table, flags, ctl, failed, tokens, dense, limit_ns, W: tl.constexp
 @triton.jit
 def _send_tile(rows, scales, records_ids, records_weights, first, end, row, value, scale, ids, weights, at, group,
                live, records, H: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """One tile of rows and, with its first columns, the routing record, to the rank that holds experts first .. end-1."""
+    """Stores one tile of rows, and with its first columns the routing record, to the rank that holds experts first .. end-1."""
     here = (ids >= first) & (ids < end)
     wanted = tl.max(here.to(tl.int32), 1) > 0
     if FP8:
@@ -167,10 +168,10 @@ def _send_tile(rows, scales, records_ids, records_weights, first, end, row, valu
 def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_row: tl.int64, limit_ns: tl.int64, dense,
              H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
              FP8: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Row t of x to rows `first_row + t` of every rank that holds one of its experts, its record to every rank.
+    """Stores row t of x to row `first_row + t` of every rank that holds one of its experts, and its record to every rank.
 
-    A record: ids as slots of the rank that reads them (-1: not there), and weights. In the spaced layout (dense = 0) the
-    rows behind the last token that an earlier, longer dispatch filled get ids of -1.
+    A record holds the weights, and the ids as slots of the reading rank (-1: no expert of that rank). In the spaced layout
+    (dense = 0) an earlier, longer dispatch may have filled rows behind the last token. Those rows get ids of -1.
     """
     if PDL:
         gdc_wait()
@@ -182,7 +183,7 @@ def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_
     k = tl.arange(0, triton.next_power_of_2(K))
     units = tl.cdiv(tokens, TILE) * chunks * alive
     row_at, scale_at, id_at, weight_at, bounds = (), (), (), (), (tl.load(offsets),)
-    if W <= FEW_RANKS:  # what does not change is loaded once, and not once a tile by every thread
+    if W <= FEW_RANKS:  # constants are loaded once, and not once a tile by every thread
         for r in tl.static_range(W):
             row_at = row_at + (_peer(table, ROWS, r, KIND),)
             scale_at = scale_at + (_peer(table, SCALES, r, tl.float32),)
@@ -240,7 +241,7 @@ def dispatch(x, ids, weights, table, flags, ctl, failed, offsets, tokens, first_
 
 @triton.jit(do_not_specialize=["tokens", "limit_ns", "dense"])
 def dispatch_wait(table, flags, ctl, failed, tokens, limit_ns: tl.int64, dense, W: tl.constexpr):
-    """One program, after a `dispatch` that did not wait."""
+    """Waits for the rows of all ranks after a `dispatch` that did not wait. The grid has one program."""
     _received(table, flags, ctl, failed, tokens, dense, limit_ns, W)
 
 
@@ -255,7 +256,7 @@ def _add_rank(total, y, first, end, row, at, ids, H: tl.constexpr):
 def combine(out, ids, table, flags, ctl, failed, offsets, tokens, first_row: tl.int64, limit_ns: tl.int64,
             H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
-    """out[t] = the sum, in rank order and float32, of row `first_row + t` of y at every rank that t went to."""
+    """Sets out[t] to the sum, in rank order and float32, of row `first_row + t` of y at every rank that received t."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _widen(ids, weights, shifts, wide, shares, t, tokens, K: tl.constexpr, SHIFT: tl.constexpr):
-    """int32 ids -> int64, moved by `shifts[id]`; an expert that a token names again becomes -1, its weight is added up."""
+    """Widens int32 ids to int64, moved by `shifts[id]`. A repeated expert of a token becomes -1, and its weight is added up."""
     k = tl.arange(0, triton.next_power_of_2(K))
     cell = t.to(tl.int64)[:, None] * K + k[None, :]
     real = (t < tokens)[:, None] & (k < K)[None, :]
@@ -31,8 +31,8 @@ def _widen(ids, weights, shifts, wide, shares, t, tokens, K: tl.constexpr, SHIFT
 
 @triton.jit
 def _lay_out(e, in_rank, counts, partial, arrived, tile, tiles, t, tokens, RANKS: tl.constexpr, EACH: tl.constexpr):
-    """Which ranks each token goes to, and how many tokens go to each rank and each expert. Every tile leaves its own sums in
-    `partial`; the one that comes last adds all of them, so nothing has to be zero beforehand."""
+    """Computes the ranks that each token goes to, and the number of tokens of each rank and each expert. Every tile leaves its
+    own sums in `partial`. The tile that finishes last adds all of them, so no buffer has to be zero beforehand."""
     E: tl.constexpr = RANKS * EACH
     BINS: tl.constexpr = triton.next_power_of_2(E + 1)
     ALL: tl.constexpr = triton.next_power_of_2(RANKS + E)
@@ -64,13 +64,18 @@ def _lay_out(e, in_rank, counts, partial, arrived, tile, tiles, t, tokens, RANKS
 def ready(x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, partial, arrived, tokens,
           H: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
           FP8: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The first programs take TILE tokens each: ids and weights (see `_widen`) and, with LAYOUT, where they go. With FP8 the
-    others quantise: x `(tokens, H)` -> e4m3 `out` and a float32 scale for each 1x128 block. EACH: experts of a rank.
+    """Readies ids, weights and rows. The first programs take TILE tokens each and write their ids and weights (see `_widen`)
+    and, with LAYOUT, their destinations. With FP8 the other programs quantise x `(tokens, H)` to e4m3 `out` and a float32
+    scale for each 1x128 block.
 
-    in_rank (tokens, RANKS) bool; counts int32 (RANKS + RANKS * EACH): tokens to each rank, then to each expert; partial as
-    many int32 for each tile; arrived: an int32 that is 0 between launches.
+    Args:
+        in_rank: bool (tokens, RANKS).
+        counts: int32 (RANKS + RANKS * EACH): tokens to each rank, then to each expert.
+        partial: as many int32 as `counts` for each tile.
+        arrived: an int32 that is 0 between launches.
+        EACH: experts of a rank.
     """
-    tiles = tl.maximum((tokens + TILE - 1) // TILE, 1)  # one at least: the counts of no tokens are zeros
+    tiles = tl.maximum((tokens + TILE - 1) // TILE, 1)  # at least one tile: it writes the zero counts of an empty batch
     program = tl.program_id(0)
     if program < tiles:
         t = program * TILE + tl.arange(0, TILE)

@@ -1,1 +1,1 @@
-"""What several all-to-alls send through: symmetric memory, torch.distributed, DeepEP's library."""
+"""Transports that several all-to-alls share: symmetric memory, torch.distributed, DeepEP's library."""

@@ -1,7 +1,7 @@
-"""What the DeepEP backends share: finding the library and saying what is missing, ids and rows as it wants them.
+"""Shared parts of the DeepEP backends: the check for the library, and ids and rows in its form.
 
-`deep_ep` is imported inside functions only. The library's ids are int64 and its experts are even over the ranks, so uneven
-ones are spread: expert i of rank r becomes `r * max(counts) + i`.
+Functions import `deep_ep` when they run. The library's ids are int64 and its experts are even over the ranks, so uneven
+experts are spread: expert i of rank r becomes `r * max(counts) + i`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEPT = 2  # batches whose buffers are kept: as many as may be in flight
 
 
 def unavailable() -> str | None:
-    """Why `deep_ep.Buffer` cannot be used here, and what to do about it."""
+    """Returns the reason why `deep_ep.Buffer` cannot be used here and the remedy, or None if it can."""
     if find_spec("deep_ep") is None:
         return "the package deep_ep (DeepEP) is not installed: build it for this torch, or install a wheel that fits"
     if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def unavailable() -> str | None:
 
 
 def check_memory(ranks: RankContext, asked: int, backend: str) -> None:
-    """Collective: every rank raises the ConfigError of the first that lacks memory."""
+    """Checks the free memory of every rank. Collective: every rank raises the ConfigError of the first that lacks memory."""
     free, total = torch.cuda.mem_get_info(ranks.device)
     text = None
     if asked * ranks.sharers > free:
@@ -57,11 +57,11 @@ def check_memory(ranks: RankContext, asked: int, backend: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """What a dispatch takes: M tokens, R ranks, E experts of the library.
+    """Holds the inputs of one dispatch of M tokens over R ranks and E experts of the library.
 
-    `x`: `(M, K)` in bf16, or e4m3 with float32 scales `(M, K/128)`. `ids_Mt` int64, `weights_Mt` float32; a token names an
-    expert once, -1 is none. With a layout also `in_rank` bool `(M, R)`: which ranks a token goes to, and int32 `per_rank`
-    `(R,)` and `per_expert` `(E,)`: how many tokens.
+    `x` is `(M, K)` in bf16, or in e4m3 with float32 scales `(M, K/128)`. `ids_Mt` is int64 and `weights_Mt` float32. A token
+    names an expert at most once, and -1 is no expert. With a layout, `in_rank` bool `(M, R)` marks the ranks of each token,
+    and int32 `per_rank` `(R,)` and `per_expert` `(E,)` count tokens.
     """
 
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -74,7 +74,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """What one launch writes: kept and used again for as many tokens, since what a library reads must not move meanwhile."""
+    """Holds the outputs of one launch, kept for later batches of the same size. Memory that the library reads must not move."""
 
     x: torch.Tensor | None
     scales: torch.Tensor | None
@@ -87,10 +87,13 @@ class Buffers:
 
 
 class Sender:
-    """Physical ids and rows -> the library's, by one launch on a CUDA device.
+    """Turns physical ids and rows into the library's form, by one launch on a CUDA device.
 
-    quantised: rows as e4m3 in 1x128 blocks. layout: where tokens go, too, which the library's high-throughput dispatch wants
-    to be told. NOTE: steps follow each other on one stream; `give_back` says that the library has done with a batch.
+    Args:
+        quantised: rows travel as e4m3 in 1x128 blocks.
+        layout: compute the destinations of tokens too, which the library's high-throughput dispatch takes.
+
+    NOTE: steps follow each other on one stream. The caller calls `give_back` when the library has finished with a batch.
     """
 
     def __init__(self, spec: LayerSpec, device: torch.device, *, quantised: bool = False, layout: bool = False):
@@ -106,7 +109,7 @@ class Sender:
         self._partial = torch.empty(0, dtype=torch.int32, device=device)
 
     def ready(self, x_MK: torch.Tensor, routing: Routing) -> tuple[Outgoing, Buffers | None]:
-        """What to send, and what to give back once it has been sent and used."""
+        """Returns the batch to send, and the buffers to give back after the library has sent and used them."""
         if self.by_kernel:
             return self._launch(x_MK, routing)
         ids_Mt, weights_Mt = widen(routing, self.shifts)
@@ -166,7 +169,7 @@ class Sender:
 
 
 def widen(routing: Routing, shifts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ids_Mt` and `weights_Mt` of `Outgoing`, in torch."""
+    """Returns `ids_Mt` and `weights_Mt` of `Outgoing`, computed in torch."""
     ids_Mt, slots = routing.ids_Mt.long(), torch.arange(routing.ids_Mt.shape[1], device=routing.ids_Mt.device)
     same_Mtt = ids_Mt[:, :, None] == ids_Mt[:, None, :]
     first_Mt = (torch.where(same_Mtt, slots, len(slots)).amin(-1) == slots) & (ids_Mt >= 0)
@@ -179,7 +182,7 @@ def widen(routing: Routing, shifts: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 def lay_out(ids_Mt: torch.Tensor, num_ranks: int, each: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`in_rank`, `per_rank`, `per_expert` of `Outgoing` from the library's ids; `each`: experts of a rank."""
+    """Returns `in_rank`, `per_rank`, `per_expert` of `Outgoing` from the library's ids. `each`: experts of a rank."""
     owners = torch.arange(num_ranks, device=ids_Mt.device)
     in_rank = ((ids_Mt >= 0) & (ids_Mt // each == owners[:, None, None])).any(-1).T.contiguous()
     per_expert = torch.bincount(ids_Mt[ids_Mt >= 0], minlength=num_ranks * each).int()
@@ -187,7 +190,7 @@ def lay_out(ids_Mt: torch.Tensor, num_ranks: int, each: int) -> tuple[torch.Tens
 
 
 def pad(x: torch.Tensor, hidden: int) -> torch.Tensor:
-    """Zeros behind the last column; the same tensor when there is nothing to pad."""
+    """Returns `x` with zeros behind the last column, or `x` itself when it needs no padding."""
     return x if x.shape[-1] == hidden else F.pad(x, (0, hidden - x.shape[-1]))
 
 
@@ -200,6 +203,6 @@ def sends_quantised(spec: LayerSpec, dispatch_quantised: bool) -> bool:
 
 
 def destroy(buffer: Any) -> None:
-    """Collective."""
+    """Destroys a buffer of the library. Collective."""
     torch.cuda.synchronize()
     buffer.destroy()

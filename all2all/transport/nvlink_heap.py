@@ -1,9 +1,9 @@
-"""The symmetric heap of the NVLink all-to-all: what lies where in it, its slots, and its failure word.
+"""The symmetric heap of the NVLink all-to-all: its layout, its slots and its failure word.
 
 A slot holds one batch in flight: the rows that peers send, their routing records, and `y`, which peers read. Within one
-slot dispatches and combines alternate, and each of them is a barrier of all ranks, which is why one buffer a slot is
-enough: who sends step n+1 has combined step n, so every peer is done with the rows of step n; who overwrites `y` in step
-n+1 has received every peer's rows of step n+1, which that peer sent after it had read `y` of step n.
+slot dispatches and combines alternate, and each of them is a barrier of all ranks. One buffer a slot is therefore enough.
+A rank that sends step n+1 has combined step n, so every peer has finished with the rows of step n. A rank that overwrites
+`y` in step n+1 has received every peer's rows of step n+1, and each peer sent them after it had read `y` of step n.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PHASES = ("dispatch", "combine")
 
 
 def dispatches_fp8(spec: LayerSpec, options: PrepareFinalizeOptions) -> bool:
-    """Whether rows travel as e4m3 with a scale for each 1x128 block."""
+    """Returns whether rows travel as e4m3 with a scale for each 1x128 block."""
     whole = spec.shape.hidden % BLOCK == 0
     return options.dispatch_quantised and spec.quant.dispatch_dtype is not None and whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Byte offsets in every rank's region. First the flags `[slot][phase][source]`, then the slots."""
+    """Holds byte offsets in every rank's region. The flags `[slot][phase][source]` come first, then the slots."""
 
     parts: dict[str, int]
     """Offset of each part within a slot."""
@@ -74,17 +74,17 @@ class Layout:
         return self.flag_bytes + slot * self.slot_bytes + self.parts[name]
 
 
-INTERRUPTED = -1  # of the host's status; the device's codes are positive
-FUTURE = 1 << 20  # beyond any step that can be in flight; flags wrap, and only their distance counts
+INTERRUPTED = -1  # value of the host's status (the device's codes are positive)
+FUTURE = 1 << 20  # beyond any step that can be in flight, because flags wrap and only their distance counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """This rank's view of one slot. Rows are counted over all sources."""
+    """Holds this rank's view of one slot. Rows are counted over all sources."""
 
     index: int
     table: torch.Tensor
-    """int64 `(9, 64)`: addresses of each part at every rank; the kernels' file names the rows."""
+    """int64 `(9, 64)`: addresses of each part at every rank. `kernels/nvlink.py` names the rows."""
     flags: tuple[torch.Tensor, torch.Tensor]
     """This rank's flags of dispatch and of combine, int32 `(R, 32)`."""
     ctl: torch.Tensor
@@ -94,11 +94,11 @@ class Slot:
     weights: torch.Tensor
     y: torch.Tensor
     ids: tuple[torch.Tensor, torch.Tensor]
-    """Of the spaced and of the dense layout."""
+    """Received ids in the spaced and in the dense layout."""
 
 
 class Heap:
-    """Collective to make and to close."""
+    """Owns the region and hands out its slots. Making and closing a heap are collective."""
 
     def __init__(
         self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions, providers: Sequence[type[Provider]]
@@ -113,8 +113,8 @@ class Heap:
         self.slots = tuple(self._slot(index, spec, options) for index in range(self.layout.num_slots))
         self._free = list(reversed(self.slots))
         self._last_use: dict[int, tuple[torch.cuda.Stream, bool]] = {}
-        # Made now: a process's first stream, and pinned memory, may come only when the device is idle, and `interrupt` runs
-        # while it is not. Of the pool for high priority, where no stream waits for the one that computes.
+        # The stream is made now: a process gets its first stream, and pinned memory, only while the device is idle, and
+        # `interrupt` runs while it is busy. No stream of the high-priority pool waits for the stream that computes.
         self._rescue = torch.cuda.Stream(ranks.device, priority=-1) if cuda else None
         self._futures = [
             torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
@@ -159,9 +159,12 @@ class Heap:
         )
 
     def take(self) -> Slot:
-        """The first one that is free; all ranks take and give back in the same order. HandleError: all in use.
+        """Returns the first free slot. All ranks take and give back slots in the same order.
 
-        NOTE: the first and not the last one used, so that a CUDA graph has the same slots whenever a rank captures it.
+        Raises:
+            HandleError: all slots are in use.
+
+        NOTE: it takes the first slot and not the last one used, so that a CUDA graph has the same slots at any capture.
         """
         if not self._free:
             count = self.layout.num_slots
@@ -173,13 +176,13 @@ class Heap:
         if last is not None:
             stream, captured = last
             current = torch.cuda.current_stream(self.ranks.device)
-            # NOTE: a stream under capture cannot wait for one that is not. Who replays a graph orders it himself.
+            # NOTE: a stream under capture cannot wait for a stream outside the capture. The caller orders graph replays.
             if stream != current and captured == torch.cuda.is_current_stream_capturing():
                 current.wait_stream(stream)
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """On the stream on which the slot's combine runs."""
+        """Frees a slot. The current stream must be the one on which the slot's combine runs."""
         if self.ranks.device.type == "cuda":
             stream = torch.cuda.current_stream(self.ranks.device)
             self._last_use[slot.index] = (stream, torch.cuda.is_current_stream_capturing())
@@ -190,7 +193,7 @@ class Heap:
         self._free = list(reversed(self.slots))
 
     def check(self) -> None:
-        """Raises RankFailed when a wait has expired. Never blocks: what the device has not reached yet is not known."""
+        """Raises RankFailed when a wait has expired. Never blocks, so it misses failures that the device has not reached yet."""
         code = int(self.status[0])
         if code == INTERRUPTED:
             raise RankFailed(
@@ -200,12 +203,12 @@ class Heap:
             raise RankFailed(_explain(code, self.ranks))
 
     def interrupt(self) -> None:
-        """From another thread, while kernels may wait: they see flags of the future and go on, on rows that nobody sent.
+        """Ends the waits of running kernels from another thread. They see flags of the future and go on with undefined rows.
 
-        NOTE: copies, not kernels, on a stream of their own: those that wait may hold every multiprocessor. A rank that lives
-        may still write its flag over ours, and then needs no help.
+        NOTE: it uses copies on a stream of their own instead of kernels, because waiting kernels may hold every
+        multiprocessor. A live rank may still write its flag over this one, and then its flag ends the wait.
         """
-        self.status[0] = INTERRUPTED  # before anything that was waited for can be taken for a result
+        self.status[0] = INTERRUPTED  # set first, so that the host takes no undefined rows for a result
         every = [flags for slot in self.slots for flags in slot.flags]
         if self._rescue is None:
             for flags in every:

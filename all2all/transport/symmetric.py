@@ -1,7 +1,8 @@
 """Symmetric memory: one region of equal size on every rank of a group, which every other rank can load from and store to.
 
-Providers, in order of preference on CUDA: `CudaSharedMemory` (the driver's own shareable allocations; nothing global, so a
-group can be rebuilt in the same process), `NvshmemHeap` (nvshmem4py), `TorchSymmetricMemory`. Multicast is used nowhere.
+The providers, in order of preference on CUDA, are `CudaSharedMemory` (the driver's own shareable allocations, without global
+state, so that a group can be rebuilt in the same process), `NvshmemHeap` (nvshmem4py) and `TorchSymmetricMemory`. No provider
+uses multicast.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """This rank's part as bytes, and the address of every rank's part in this process."""
+    """Holds this rank's part as bytes, and the address of every rank's part in this process."""
 
     mine: torch.Tensor
     addresses: tuple[int, ...]
     provider: str
     parts: tuple[torch.Tensor, ...] = ()
-    """Every rank's part as a tensor, where the provider has them so."""
+    """Every rank's part as a tensor, if the provider has tensors of them."""
     release: Callable[[bool], None]
-    """Once, with the kernels that use the region done. True: collective. False: the group is broken, ask nobody."""
+    """Frees the region. The caller calls it once, after the kernels that use the region have ended. With True it is collective.
+    With False the group is broken, and it contacts no other rank."""
 
 
 class Provider(Protocol):
@@ -52,7 +54,11 @@ class Provider(Protocol):
 
 
 def allocate(ranks: RankContext, num_bytes: int, providers: Sequence[type[Provider]]) -> Region:
-    """From the first provider that works on every rank; zero bytes. Collective. ConfigError lists why each did not."""
+    """Returns a zeroed region from the first provider that works on every rank. Collective.
+
+    Raises:
+        ConfigError: no provider works. The text lists the reason of each.
+    """
     reasons = []
     for provider in providers:
         why = gather(ranks, provider.unavailable() or _too_little(ranks, num_bytes))
@@ -67,7 +73,7 @@ def allocate(ranks: RankContext, num_bytes: int, providers: Sequence[type[Provid
                 region.mine.zero_()
                 if region.mine.is_cuda:
                     torch.cuda.synchronize(region.mine.device)
-                gather(ranks, None)  # nobody stores into a peer's region that is not zero yet
+                gather(ranks, None)  # no rank stores into a peer's region before it is zeroed
                 return region
             if region is not None:
                 region.release(False)
@@ -89,7 +95,7 @@ def _too_little(ranks: RankContext, num_bytes: int) -> str | None:
 
 
 class SharedFiles:
-    """Files in /dev/shm that all ranks map: for CPU ranks of one host, which run the kernels in Triton's interpreter."""
+    """Maps files in /dev/shm on all ranks. It serves CPU ranks of one host, which run the kernels in Triton's interpreter."""
 
     name = "shared files"
 
@@ -118,10 +124,10 @@ class SharedFiles:
 
 
 class CudaSharedMemory:
-    """`cuMemCreate` with a file descriptor that goes to the peers over Unix sockets: the ranks of one host.
+    """Allocates by `cuMemCreate` and sends a file descriptor to the peers over Unix sockets. It serves ranks of one host.
 
-    Works between processes that see one GPU each (Ray sets CUDA_VISIBLE_DEVICES so). A peer's memory stays mapped and
-    readable after its process has died, so a store on its way to a dead rank harms nobody.
+    It works between processes that see one GPU each (Ray sets CUDA_VISIBLE_DEVICES so). A peer's memory stays mapped and
+    readable after its process has died, so a store on its way to a dead rank does no harm.
     """
 
     name = "CUDA shared memory"
@@ -164,7 +170,7 @@ class CudaSharedMemory:
 
 
 class _CudaBytes:
-    """What torch needs to look at device memory that it did not allocate."""
+    """Shows torch device memory that torch did not allocate."""
 
     def __init__(self, address: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -177,7 +183,7 @@ class _CudaBytes:
 
 
 class _DriverAllocation:
-    """Device memory of our own, or (with a descriptor) a peer's, mapped here."""
+    """Maps device memory into this process: an allocation of its own or, with a descriptor, a peer's."""
 
     def __init__(self, device: int, num_bytes: int, descriptor: int | None = None):
         from cuda.bindings import driver
@@ -227,7 +233,7 @@ class _DriverAllocation:
 
 
 def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
-    """A descriptor of every rank's memory, valid in this process. Collective; the ranks of one host only."""
+    """Returns a descriptor of every rank's memory, valid in this process. Collective. All ranks must be on one host."""
     descriptors = [-1] * ranks.world_size
     end = time.monotonic() + ranks.timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -251,7 +257,7 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
             door.settimeout(max(end - time.monotonic(), 1e-3))
             wire, _ = door.accept()
             with wire:
-                if not same_user(wire):  # its memory would be taken for a rank's
+                if not same_user(wire):  # this process would take a stranger's memory for a rank's
                     continue
                 wire.settimeout(max(end - time.monotonic(), 1e-3))
                 message, received, _, _ = socket.recv_fds(wire, 4, 1)
@@ -267,7 +273,7 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
 
 
 def one_host(ranks: RankContext) -> bool:
-    """Whether all ranks are on this host. Collective."""
+    """Returns whether all ranks are on this host. Collective."""
     return len(set(gather(ranks, _host()))) == 1
 
 
@@ -277,7 +283,7 @@ def _host() -> str:
 
 
 class NvshmemHeap:
-    """nvshmem4py's symmetric heap. NVSHMEM is set up once in a process, for its first group, and stays."""
+    """Allocates in nvshmem4py's symmetric heap. A process sets NVSHMEM up once, for its first group, and keeps it."""
 
     name = "NVSHMEM"
     _set_up: tuple[int, int] | None = None
@@ -291,7 +297,7 @@ class NvshmemHeap:
 
     @classmethod
     def set_up(cls, ranks: RankContext) -> None:
-        """Collective on first use: the unique id goes through the process group."""
+        """Sets NVSHMEM up. The first use is collective, because the unique id travels through the process group."""
         place = (ranks.rank, ranks.world_size)
         if cls._set_up is not None:
             if cls._set_up != place:
@@ -333,7 +339,10 @@ class NvshmemHeap:
 
 
 class TorchSymmetricMemory:
-    """torch.distributed's own. NOTE: it fails between processes that see one GPU each ("overlapping devices")."""
+    """Allocates torch.distributed's symmetric memory.
+
+    NOTE: it fails between processes that see one GPU each ("overlapping devices").
+    """
 
     name = "torch symmetric memory"
 

@@ -1,4 +1,4 @@
-"""Rows between ranks over torch.distributed: what the portable backends share. The same calls run on gloo and on NCCL.
+"""Row transfers over torch.distributed, shared by the portable backends. The same calls run on gloo and on NCCL.
 
 Legend of suffixes: M tokens of this rank, K hidden size, t top-k, R ranks, S rows sent, e experts of this rank.
 """
@@ -29,20 +29,26 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.quantization import BLOCK, quantise_blocks
 
-# The newer name; the older one is deprecated from torch 2.13 on.
+# torch 2.13 deprecates the older name, `all_gather_into_tensor`.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Transfer:
-    """Collectives under way. `wait` once for what they brought; the send buffers live until then."""
+    """Holds collectives in progress. The caller calls `wait` once for the results. The send buffers live until then."""
 
     def __init__(self, ranks: RankContext, phase: str, received: tuple[torch.Tensor, ...], works=(), sent=()):
         self._ranks, self._phase, self._received, self._works, self._sent = ranks, phase, received, works, sent
 
     def wait(self, *, host: bool = False) -> tuple[torch.Tensor, ...]:
-        """On CUDA only the stream waits, unless `host`: whoever reads results calls `wait_for_stream` first.
+        """Waits for the collectives and returns the received tensors.
 
-        Raises RankFailed when the other ranks do not answer in time, or when the connection to one of them broke.
+        On CUDA only the stream waits, so a caller that reads results on the host calls `wait_for_stream` first.
+
+        Args:
+            host: block the host on CUDA too.
+
+        Raises:
+            RankFailed: the other ranks do not answer in time, or the connection to one of them broke.
         """
         on_cpu = self._ranks.device.type == "cpu"
         try:
@@ -57,11 +63,12 @@ class Transfer:
 
 
 def wait_for_stream(ranks: RankContext, *, phase: str) -> None:
-    """Block the host until the current CUDA stream has done what it was given. Raises RankFailed at the deadline.
+    """Blocks the host until the current CUDA stream has finished its work. Raises RankFailed at the deadline.
 
-    NOTE: NCCL's own `wait(timeout)` takes the whole process down when it expires (torch 2.11), and synchronising has no
-    deadline; an event can be asked. Afterwards the stream is still stuck: the process must end. The first contact of two
-    ranks blocks inside NCCL, where no deadline of ours reaches: warm-up makes it, under its supervisor's deadline.
+    NOTE: NCCL's own `wait(timeout)` ends the whole process when it expires (torch 2.11), and synchronising has no deadline.
+    So this function polls an event. After the deadline the stream is still stuck, and the process must end. The first
+    contact of two ranks blocks inside NCCL, where this deadline has no effect. Warm-up makes that contact under its
+    supervisor's deadline.
     """
     event = torch.cuda.Event()
     event.record()
@@ -77,7 +84,7 @@ def _failed(ranks: RankContext, phase: str, reason: object) -> RankFailed:
 
 
 class Wire:
-    """One process group. Rows travel as bytes, so that every dtype can (gloo knows no float8)."""
+    """Sends rows through one process group. Rows travel as bytes, which carries every dtype (gloo has no float8)."""
 
     def __init__(self, ranks: RankContext):
         if ranks.world_size > 1 and ranks.group is None:
@@ -87,9 +94,11 @@ class Wire:
     def exchange(
         self, parts: Sequence[torch.Tensor], sends: Sequence[int], receives: Sequence[int], *, phase: str
     ) -> Transfer:
-        """Send the rows of each part, which lie in the order of their destinations; they arrive in that of their sources.
+        """Sends the rows of each part, which lie in the order of their destinations. They arrive in the order of their sources.
 
-        sends, receives: rows for and from each rank, itself included.
+        Args:
+            sends: number of rows for each rank, this rank included.
+            receives: number of rows from each rank, this rank included.
         """
         if self.ranks.world_size == 1:
             return Transfer(self.ranks, phase, tuple(parts))
@@ -105,7 +114,7 @@ class Wire:
         return Transfer(self.ranks, phase, received, works, sent)
 
     def gather(self, parts: Sequence[torch.Tensor], *, phase: str) -> Transfer:
-        """Every rank's rows, in rank order; as many rows on each rank."""
+        """Gathers every rank's rows in rank order. Every rank passes the same number of rows."""
         if self.ranks.world_size == 1:
             return Transfer(self.ranks, phase, tuple(parts))
         size = self.ranks.world_size
@@ -117,7 +126,7 @@ class Wire:
         return Transfer(self.ranks, phase, received, works, sent)
 
     def swap_counts(self, sends_R: torch.Tensor, *, phase: str) -> tuple[list[int], list[int]]:
-        """Rows for each rank -> (rows for, rows from each rank) on the host. int64 `(R,)`."""
+        """Exchanges row counts. Takes the rows for each rank, int64 `(R,)`, and returns the rows for and from each rank."""
         once = [1] * self.ranks.world_size
         (receives_R1,) = self.exchange([sends_R[:, None]], once, once, phase=phase).wait(host=True)
         return sends_R.tolist(), receives_R1[:, 0].tolist()
@@ -129,7 +138,7 @@ def _bytes(rows_SC: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows as they travel: `x` `(S, K)` in the model's dtype, or e4m3 as int32 `(S, K/4)` with float32 `scales`."""
+    """Holds rows as they travel: `x` `(S, K)` in the model's dtype, or e4m3 as int32 `(S, K/4)` with float32 `scales`."""
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
@@ -139,40 +148,40 @@ class Rows:
 
 
 def pack_beside(ids: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """What travels beside the rows, as int32 `(S, t + t + K/128)`: one message instead of three."""
+    """Packs ids, weights and scales as int32 `(S, t + t + K/128)`, so that one message carries them instead of three."""
     parts = [ids, weights.view(torch.int32)]
     return torch.cat(parts if scales is None else [*parts, scales.view(torch.int32)], dim=1)
 
 
 def unpack_beside(beside: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """ids, weights, scales as `pack_beside` took them."""
+    """Returns the ids, weights and scales that `pack_beside` packed."""
     ids, weights, scales = (part.contiguous() for part in beside.tensor_split((top_k, 2 * top_k), dim=1))
     return ids, weights.view(torch.float32), scales.view(torch.float32) if scales.shape[1] else None
 
 
 def unpack(x: torch.Tensor, quantised: bool) -> torch.Tensor:
-    """Undo the disguise of e4m3 rows, which few torch operators can index."""
+    """Returns rows in their real dtype. e4m3 rows travel as int32, because few torch operators can index e4m3."""
     return x.view(torch.float8_e4m3fn) if quantised else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journey:
-    """What finalize must know of one Standard-format dispatch."""
+    """Carries the state of one Standard-format dispatch from prepare to finalize."""
 
     home: Routing
-    """Of the tokens that this rank passed to prepare: physical ids."""
+    """Routing, by physical ids, of the tokens that this rank passed to prepare."""
     local: Routing
-    """Of the rows that came: local slots."""
+    """Routing, by local slots, of the received rows."""
     tokens_S: torch.Tensor | None
-    """int64: which of this rank's tokens each sent row was, ascending within a destination; None: all to all ranks."""
+    """int64: index of this rank's token of each sent row, ascending within a destination. None: all tokens go to all ranks."""
     slots_St: torch.Tensor | None
-    """bool: the slots of that token which its destination computes; None where only `combine_order="slot"` asks."""
+    """bool: the slots of that token which its destination computes. It may be None unless `combine_order` is "slot"."""
     sends: list[int]
     receives: list[int]
 
 
 class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Base of the portable backends. The synchronous calls are the asynchronous ones, received at once: same bits."""
+    """Base of the portable backends. A synchronous call is the asynchronous call, received at once, with the same bits."""
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions):
         super().__init__(ranks, spec, options)
@@ -199,7 +208,7 @@ class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return None
 
     def rows_for_wire(self, x_MK: torch.Tensor, quant: QuantConfig) -> Rows:
-        """Quantised where the scheme, the options and the hidden size (whole blocks) allow it."""
+        """Returns the rows, quantised if the scheme, the options and the hidden size (whole blocks) allow it."""
         cap = self.options.max_tokens_per_rank
         assert x_MK.shape[0] <= cap, f"{x_MK.shape[0]} rows in one round, the cap is {cap}: the kernel makes rounds"
         if not self.sends_quantised(quant):
@@ -212,13 +221,13 @@ class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return self.options.dispatch_quantised and quant.dispatch_dtype is not None and whole
 
     def owner(self, ids_Mt: torch.Tensor) -> torch.Tensor:
-        """The rank of each slot's expert, -1 where there is none. Ranks without experts own nothing."""
+        """Returns the rank of each slot's expert, or -1 for a slot without an expert. Ranks without experts own no slot."""
         return torch.where(ids_Mt >= 0, torch.bucketize(ids_Mt, self.ends_R, right=True), -1)
 
     def combine(
         self, journey: Journey, y: torch.Tensor, reduce: TopKWeightAndReduce, out_MK: torch.Tensor
     ) -> Receiver[torch.Tensor]:
-        """Send results home and add them in float32, in an order that `combine_order` fixes."""
+        """Sends results home and adds them in float32, in the order that `combine_order` fixes."""
         reason = self.why_not_reduce(reduce)
         if reason:
             raise Incompatible(reason)

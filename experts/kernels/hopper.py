@@ -1,12 +1,12 @@
 """Grouped GEMMs for compute capability 9.0, warp-specialised by hand (Gluon): thick batches, rows that lie expert by expert.
 
-One warp loads by TMA; two or three warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled and
-added outside the tensor core: Triton keeps all warps in step, so that the tensor cores idle meanwhile; here one warpgroup
-adds while another one multiplies.
+One warp loads by TMA, and two or three warpgroups, 64 rows each, multiply. With block scales (BLOCK) each product is scaled
+and added outside the tensor core. Triton keeps all warps in step, so the tensor cores would idle during the sum. Here one
+warpgroup adds while another one multiplies.
 
 A work item is BM rows of one expert by two blocks of 128 output columns: gate and up in the first GEMM, neighbours in the
-second. Programs take the next item that nobody has, since tiles differ in cost: parts of 64 rows that a tile does not fill
-are neither loaded nor multiplied. The modes are those of `pieces`.
+second. A program takes the next free item, because tiles differ in cost: parts of 64 rows that a tile does not fill are
+neither loaded nor multiplied. The modes are those of `pieces`.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT, TENSOR, BLOCK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 ROWS = gl.constexpr(64)
-"""Of one warpgroup."""
+"""Rows of one warpgroup."""
 SIDE = gl.constexpr(128)
 FIELDS = gl.constexpr(5)  # as in `pieces`
 
@@ -25,14 +25,15 @@ barrier_of_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed 
 
 @gluon.jit
 def _here(v):
-    """v, computed at this point: LLVM would else move the sums behind the next product, whose result needs their registers.
-    A wait for a barrier that follows, complete or not, keeps ptxas from the same: it moves nothing over a branch."""
+    """Returns v, computed at this point. LLVM would otherwise move the sums behind the next product, whose result needs their
+    registers. A following wait for a barrier, complete or not, keeps ptxas from the same move, since ptxas moves nothing over
+    a branch."""
     return gl.inline_asm_elementwise("// $0", "=f,0", [v], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _item(w, tiles, T, num_tiles, GM, NB: gl.constexpr, SPLIT: gl.constexpr):
-    """Work item -> tile, column block, split: see `pieces.work_item`."""
+    """Maps a work item to tile, column block and split: see `pieces.work_item`."""
     q = w // SPLIT
     low, count, size = 0, num_tiles, GM
     if GM < 0:
@@ -47,7 +48,7 @@ def _item(w, tiles, T, num_tiles, GM, NB: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _post(queue, posted, taken, num, item):
-    """Producer: hand over item number `num` of this program."""
+    """Hands item number `num` of this program over to the consumers. The producer calls it."""
     slot = num % 2
     mbarrier.wait(taken.index(slot), (num // 2 + 1) & 1)
     queue.index(slot).store(gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + item)
@@ -57,7 +58,7 @@ def _post(queue, posted, taken, num, item):
 
 @gluon.jit
 def _take(queue, posted, taken, num):
-    """Consumer: item number `num` of this program."""
+    """Returns item number `num` of this program. The consumers call it."""
     slot = num % 2
     mbarrier.wait(posted.index(slot), (num // 2) & 1)
     item = gl.max(queue.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -70,8 +71,8 @@ def _take(queue, posted, taken, num):
 def _load(xd, wd, tiles, counter, a0, a1, a2, b, full, empty, queue, posted, taken, T, GM, PARTS: gl.constexpr,
           WEIGHT_ROWS: gl.constexpr, SECOND: gl.constexpr, STEP: gl.constexpr, NB: gl.constexpr, NK: gl.constexpr,
           BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """The producer, NK steps an item. WEIGHT_ROWS an expert, STEP of them a column block, the second block SECOND rows
-    further. `counter` (2 numbers) hands out items; it is 0 again when all programs are done."""
+    """Runs the producer, NK steps an item. An expert has WEIGHT_ROWS weight rows and a column block STEP of them. The second
+    block lies SECOND rows further. `counter` (2 numbers) hands out items. It is 0 again when all programs have ended."""
     BYTES: gl.constexpr = wd.block_type.nbytes
     num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
     step = 0
@@ -107,8 +108,8 @@ def _load(xd, wd, tiles, counter, a0, a1, a2, b, full, empty, queue, posted, tak
 
 @gluon.jit
 def _store(q, out, row0, count, column, OUT: gl.constexpr, PART: gl.constexpr):
-    """64 x 128 results to `out` (rows, OUT), 16 bytes a thread; rows past `count` are another expert's. 4-byte results go
-    out as they lie in the accumulator, 32 bytes in a row: shared memory has no room to bring them together."""
+    """Stores 64 x 128 results to `out` (rows, OUT), 16 bytes a thread. Rows past `count` belong to another expert. 4-byte
+    results are stored as they lie in the accumulator, 32 bytes in a row: shared memory has no room to bring them together."""
     PER: gl.constexpr = 128 // q.dtype.primitive_bitwidth
     rows: gl.constexpr = gl.BlockedLayout([1, PER], [PER // 4, 128 // PER], [4, 1], [1, 0])
     stored: gl.constexpr = q.type.layout if PER == 4 else rows
@@ -121,7 +122,8 @@ def _store(q, out, row0, count, column, OUT: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def _silu(v):
-    """v / (1 + exp(-v)) by the special function unit, 2 ulp: a division with its range checks would be most of the epilogue."""
+    """Returns v / (1 + exp(-v)) by the special function unit, within 2 ulp. A division with its range checks would take most
+    of the epilogue's time."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
         "rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",
@@ -137,7 +139,7 @@ def _to_e4m3(v):
 @gluon.jit
 def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr, MODE: gl.constexpr,
             GATED: gl.constexpr, PART: gl.constexpr):  # fmt: skip
-    """GATED: silu(acc0) * acc1, quantised as MODE says; else both blocks as they are."""
+    """Stores the result of an item. GATED: silu(acc0) * acc1, quantised by MODE. Otherwise both blocks without a change."""
     if MODE == TENSOR:
         acc0, acc1 = acc0 * scale, acc1 * scale
     if GATED:
@@ -161,8 +163,8 @@ def _finish(acc0, acc1, out, outs, scale, a2, row0, count, nb, OUT: gl.constexpr
 def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
                 NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
                 LAST: gl.constexpr):  # fmt: skip
-    """One work item with block scales: every product of 128 inner columns is scaled, then added in float32. Steps k0 to
-    k0 + NK of ALL. The scale of a row and a step lies at xs + row * XM + step * XK."""
+    """Sums one work item with block scales: every product of 128 inner columns is scaled, then added in float32. It takes the
+    steps k0 to k0 + NK of ALL. The scale of a row and a step lies at xs + row * XM + step * XK."""
     real = rows < count
     sa_at, s0_at = xs + (row0 + rows) * XM + k0 * XK, ws + block * ALL + k0
     s1_at = s0_at + NEXT * ALL
@@ -174,7 +176,7 @@ def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count
         s = step % STAGES
         x, w = a.index(s), b.index(s)
         product = warpgroup_mma(x, w.slice(0, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # Beside the first product: the stage before is given back, and the next block's scales come ahead of their use.
+        # Beside the first product the stage before is given back, and the next block's scales are loaded ahead of their use.
         barrier_of_warps()
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
         nx = gl.minimum(kb + 1, ALL - 1 - k0)
@@ -185,7 +187,7 @@ def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count
         acc0 = _here(acc0 + p * gl.expand_dims(sa * s0, 1))
         product = warpgroup_mma(x, w.slice(SIDE, SIDE).permute((1, 0)), zero, use_acc=False, is_async=True)
         step += 1
-        # Beside the second one: the wait for the next stage.
+        # The wait for the next stage runs beside the second product.
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=kb + 1 < NK)
         p = warpgroup_mma_wait(0, deps=[product])
         if LAG > 0 and LAG % 2 == 0 and not LAST:
@@ -199,7 +201,7 @@ def _sum_blocks(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count
 
 @gluon.jit
 def _quarter(acc, product, sa, sw, bar, phase):
-    """acc + product * scales, while one later product is under way; and the product, whose registers are free then."""
+    """Returns acc + product * scales, computed while one later product runs, and the product, whose registers are then free."""
     p = warpgroup_mma_wait(1, deps=[product])
     acc = _here(acc + p * gl.expand_dims(sa * sw, 1))
     mbarrier.wait(bar, phase)  # complete: see `_here`
@@ -210,8 +212,8 @@ def _quarter(acc, product, sa, sw, bar, phase):
 def _sum_quarters(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, count, block, k0, layout: gl.constexpr,
                   NEXT: gl.constexpr, NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
                   LAST: gl.constexpr):  # fmt: skip
-    """`_sum_blocks` in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go through
-    registers, since products of 64 columns that read both operands from shared memory would be bound by that."""
+    """Sums like `_sum_blocks`, in blocks of 64 columns: while one product is scaled and added, the next one runs. Rows go
+    through registers, because shared memory would limit products of 64 columns that read both operands from it."""
     QUARTER: gl.constexpr = SIDE // 2
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     real = rows < count
@@ -248,7 +250,7 @@ def _sum_quarters(rows, xs, XM, XK, ws, a, b, full, empty, ours, step, row0, cou
 
 @gluon.jit
 def _give_back(empty, ours, step, kb, STAGES: gl.constexpr, LAG: gl.constexpr, LAST: gl.constexpr):
-    """The stage of the step before `step`, while that one is being multiplied."""
+    """Gives back the stage of the step before `step`, while `step` is being multiplied."""
     if LAG > 0 and not LAST:
         mbarrier.arrive(ours, count=1, pred=kb == (LAG + 1) // 2)
     barrier_of_warps()
@@ -258,7 +260,7 @@ def _give_back(empty, ours, step, kb, STAGES: gl.constexpr, LAG: gl.constexpr, L
 @gluon.jit
 def _sum_wide(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
               LAG: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
-    """One work item, summed in the tensor core; one product for both column blocks, which reads the rows once."""
+    """Sums one work item in the tensor core. One product serves both column blocks, so it reads the rows once."""
     acc = gl.zeros((ROWS, 2 * SIDE), gl.float32, layout)
     for kb in range(NK):
         s = step % STAGES
@@ -276,7 +278,7 @@ def _sum_wide(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.conste
 @gluon.jit
 def _sum_halves(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr,
                 LAG: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
-    """`_sum_wide` in two products: with three consumers ptxas has too few registers to start from for one of 256 columns."""
+    """Sums like `_sum_wide`, in two products. With three consumers ptxas has too few registers for one of 256 columns."""
     acc0 = gl.zeros((ROWS, SIDE), gl.float32, layout)
     acc1 = gl.zeros((ROWS, SIDE), gl.float32, layout)
     for kb in range(NK):
@@ -295,7 +297,7 @@ def _sum_halves(a, b, full, empty, ours, step, layout: gl.constexpr, NK: gl.cons
 
 @gluon.jit
 def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
-    """A part of a tile that has no rows: give the stages back as they come, so that phases stay in step."""
+    """Skips a part of a tile that has no rows. It gives the stages back as they come, so that phases stay in step."""
     for _kb in range(NK):
         s = step % STAGES
         mbarrier.wait(full.index(s), (step // STAGES) & 1)
@@ -307,7 +309,7 @@ def _skip(full, empty, step, NK: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _beside(left, right):
-    """Two blocks of 64 columns -> one of 128."""
+    """Joins two blocks of 64 columns into one of 128."""
     both = gl.join(left, right)  # (64, 64, 2)
     return gl.reshape(gl.permute(both, (0, 2, 1)), (ROWS, SIDE))
 
@@ -318,8 +320,8 @@ def _multiply(xs, XE, XM, XK, ws, a1, a2, tiles, out, outs, a, b, full, empty, q
               NK: gl.constexpr, ALL: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr,
               WIDTH: gl.constexpr, LAG: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
               PART: gl.constexpr):  # fmt: skip
-    """A consumer: 64 of the rows. BLOCKS of 128 weight rows an expert, STEP of them a work item, the second NEXT further.
-    LAG: each consumer starts when the one before has finished so many products of the item."""
+    """Runs a consumer, which takes 64 of the rows. An expert has BLOCKS blocks of 128 weight rows and a work item STEP of them.
+    The second block lies NEXT further. LAG: products of the item that the consumer before finishes before this one starts."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // a.dtype.primitive_bitwidth])
     LAST: gl.constexpr = PART == PARTS - 1
     num_items = gl.load(tiles + FIELDS * T) * (NB * SPLIT)
@@ -363,14 +365,18 @@ def _multiply(xs, XE, XM, XK, ws, a1, a2, tiles, out, outs, a, b, full, empty, q
 def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, XE, XM, XK, STRIDED: gl.constexpr,
             INNER: gl.constexpr, OUT: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr,
             STAGES: gl.constexpr, WIDTH: gl.constexpr, LAG: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised; else out (rows, OUT) = x w^T. OUT % 256 == 0, or 128
-    GATED.
+    """Computes one grouped GEMM. GATED: out (rows, OUT) = silu(x w_gate^T) * (x w_up^T), quantised. Otherwise
+    out (rows, OUT) = x w^T. OUT % 256 == 0, or OUT % 128 == 0 with GATED.
 
-    xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK); wd: of the weights as (E * rows of one expert,
-    INNER), block (128, BK). BLOCK: xs (rows, INNER/128), ws the weights' block scales, outs (rows, OUT/128). TENSOR: a1 the
-    scale of x, a2 that of out, ws (E,). BM: 128, or 192 without BLOCK. WIDTH: columns of one product, 64 or 128 with BLOCK,
-    else 256, or 128 with BM 192. SPLIT > 1, not GATED: out (SPLIT, S, OUT), one sum for each part of the inner columns.
-    STRIDED: xs has expert e's scale of `row` and block k at e*XE + row*XM + k*XK.
+    Args:
+        xd: descriptor of (rows, INNER), rows expert by expert, block (64, BK).
+        wd: descriptor of the weights as (E * rows of one expert, INNER), block (128, BK).
+        xs, ws, outs: with BLOCK, xs (rows, INNER/128), the weights' block scales, outs (rows, OUT/128).
+        a1, a2: with TENSOR, the scales of x and of out. ws is then (E,).
+        BM: 128, or 192 without BLOCK.
+        WIDTH: columns of one product: 64 or 128 with BLOCK, else 256, or 128 with BM 192.
+        SPLIT: above 1, without GATED, out is (SPLIT, S, OUT), one sum for each part of the inner columns.
+        STRIDED: xs has expert e's scale of `row` and block k at e*XE + row*XM + k*XK.
     """
     BK: gl.constexpr = xd.block_type.shape[1]
     WEIGHT_ROWS: gl.constexpr = 2 * OUT if GATED else OUT
@@ -378,7 +384,7 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, XE, XM,
     STEP: gl.constexpr = SIDE if GATED else 2 * SIDE
     NB: gl.constexpr = OUT // STEP
     ALL: gl.constexpr = (INNER + BK - 1) // BK
-    NK: gl.constexpr = (ALL + SPLIT - 1) // SPLIT  # steps behind the last column add zero: so TMA fills them
+    NK: gl.constexpr = (ALL + SPLIT - 1) // SPLIT  # TMA fills steps behind the last column with zeros
     WAIT: gl.constexpr = LAG if NK >= STAGES else 0  # the first may be a whole item ahead otherwise
     PARTS: gl.constexpr = BM // ROWS
     r0 = gl.allocate_shared_memory(xd.dtype, [STAGES, ROWS, BK], xd.layout)
@@ -390,8 +396,8 @@ def grouped(xd, xs, wd, ws, a1, a2, tiles, counter, out, outs, S, T, GM, XE, XM,
     queue = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Only where it is used: the compiler puts results into the memory of a barrier that nobody waits for, and when the GPU turns
-    # to another process in between, the barrier comes back in their place.
+    # Allocated only where it is used: the compiler puts results into the memory of a barrier without a wait. When the GPU turns
+    # to another process in between, it restores the barrier over these results.
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()) if WAIT > 0 else posted
     for s in gl.static_range(2):
         if WAIT > 0:

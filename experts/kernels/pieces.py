@@ -1,8 +1,8 @@
-"""What the GEMM kernels share: programmatic launch, which tile a program works on, one matrix step, the non-linearity.
+"""Shared parts of the GEMM kernels: programmatic launch, the choice of a program's tile, one matrix step, the non-linearity.
 
-Tiles: `BM` rows of one expert. `tiles` is a table of int32, `(FIELDS, T)` = expert, first row, number of rows, the expert's
-first tile, its number of tiles; then the number of all tiles. In direct mode (few slots) there is no table: every program
-derives it from the ids, in registers.
+A tile is `BM` rows of one expert. `tiles` is a table of int32, `(FIELDS, T)` = expert, first row, number of rows, the expert's
+first tile, its number of tiles. The number of all tiles follows the table. In direct mode (few slots) there is no table:
+every program derives its tile from the ids, in registers.
 """
 
 import triton
@@ -10,26 +10,26 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EXACT = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the raw bits of bf16; there, and only there, operands are widened first."""
+"""Whether operands are widened first: only in the interpreter, which multiplies the raw bits of bf16."""
 
 FLOAT, TENSOR, BLOCK, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Scales of activations: none; one static number; one for 128 columns; one a row."""
+"""Scales of activations, in this order: no scale, one static number, one for 128 columns, one a row."""
 
 DIRECT, GATHER, ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Where a tile's rows come from: slots found in the ids; slots in `order`; rows that already lie expert by expert."""
+"""Sources of a tile's rows, in this order: slots found in the ids, slots in `order`, rows that already lie expert by expert."""
 
 FIELDS = tl.constexpr(5)
-"""Rows of the table of tiles; the number of tiles lies behind them."""
+"""Rows of the table of tiles. The number of tiles lies behind them."""
 
 WHOLE, INT4, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Weights as they are; 4-bit integers with offset 8; e2m1. See `four_bits`."""
+"""Forms of weights, in this order: unpacked, 4-bit integers with offset 8, e2m1. See `four_bits`."""
 
 SILU, GELU, GELU_TANH, RELU2, SWIGLUOAI = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
 def pdl_enter(ON: tl.constexpr):
-    """Programmatic dependent launch: wait for the kernel before, let the kernel after start its own prologue."""
+    """Waits for the kernel before and lets the kernel after start its own prologue (programmatic dependent launch)."""
     if ON:
         gdc_wait()
         gdc_launch_dependents()
@@ -37,7 +37,7 @@ def pdl_enter(ON: tl.constexpr):
 
 @triton.jit
 def direct_state(ids, S, BM, SP: tl.constexpr, BINS: tl.constexpr):
-    """The ids of all slots, tiles per expert and the running sum of tiles. SP >= S, BINS > number of experts."""
+    """Returns the ids of all slots, the tiles of each expert and their running sum. SP >= S, BINS > number of experts."""
     j, bins = tl.arange(0, SP), tl.arange(0, BINS)
     e = tl.load(ids + j, mask=j < S, other=-1)
     n = tl.histogram(tl.where(e >= 0, e, BINS - 1), BINS)
@@ -47,7 +47,7 @@ def direct_state(ids, S, BM, SP: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def direct_tile(t, ej, per, toff, BM: tl.constexpr, SP: tl.constexpr, BINS: tl.constexpr):
-    """Tile t's expert, its slots and which of the BM rows are real."""
+    """Returns tile t's expert, its slots and the mask of the real rows among BM."""
     j, bins, m = tl.arange(0, SP), tl.arange(0, BINS), tl.arange(0, BM)
     hit = (t >= toff) & (t < toff + per)
     e = tl.sum(tl.where(hit, bins, 0), 0)
@@ -60,10 +60,10 @@ def direct_tile(t, ej, per, toff, BM: tl.constexpr, SP: tl.constexpr, BINS: tl.c
 
 @triton.jit
 def work_item(w, tiles, T, num_tiles, GM, NB: tl.constexpr, SPLIT: tl.constexpr, SOURCE: tl.constexpr):
-    """Work item -> tile, column block, split. Inside a group of tiles the tile runs fastest: weights stay in L2.
+    """Maps a work item to tile, column block and split. The tile runs fastest inside a group of tiles: weights stay in L2.
 
-    GM > 0: groups of GM tiles, whatever their expert. GM < 0: groups of even size, at most -GM, that end with the expert, so
-    that no group reads the weights of two; q // NB is a tile of q's group either way.
+    GM > 0: groups of GM tiles, across experts. GM < 0: groups of even size, at most -GM, that end with the expert, so that no
+    group reads the weights of two experts. In both cases q // NB is a tile of q's group.
     """
     q = w // SPLIT
     low, count, size = 0, num_tiles, GM
@@ -80,7 +80,7 @@ def work_item(w, tiles, T, num_tiles, GM, NB: tl.constexpr, SPLIT: tl.constexpr,
 
 @triton.jit
 def matrix_step(a, w, acc, SWAP: tl.constexpr):
-    """acc + a (BM, BK) x w (BN, BK)^T; SWAP: transposed, the weights in WGMMA's 64-row operand."""
+    """Returns acc + a (BM, BK) x w (BN, BK)^T. SWAP: transposed, with the weights in WGMMA's 64-row operand."""
     if EXACT and w.dtype != tl.int8:
         a, w = a.to(tl.float32), w.to(tl.float32)
     if SWAP:
@@ -97,7 +97,7 @@ def to_e4m3(v):
 
 @triton.jit
 def activate(g, u, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """act(gate) * up in float32; LIMIT 0 means no clamp."""
+    """Returns act(gate) * up in float32. LIMIT 0 means no clamp."""
     if LIMIT > 0:
         g = tl.minimum(g, LIMIT)
         u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)

@@ -1,7 +1,8 @@
 """Files of tiles that were tuned on this machine: one for each device, software, layer and quantisation, in one folder.
 
-A file has the shipped table's `cells`, the times behind them, and what they hold for; one that holds for something else, or
-that kernels could not take, is left aside with a reason, never an error. A file that the configuration names must be right.
+A file has `cells` like the shipped table, the times behind them, and the machine and layer that they hold for. A file for
+another machine or layer, or with tiles that the kernels cannot take, is left aside with a reason and never an error. A file
+that the configuration names must be right.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ REMEDY = "run `epserve tune` to write a new one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Of the whole layer, in microseconds for one batch: with these tiles, and with those that would have served."""
+    """Holds times of the whole layer, in microseconds for one batch: with these tiles, and with the tiles before them."""
 
     us: float
     before_us: float
     few: bool = False
-    """From a start's short look: few candidates."""
+    """Whether the times come from the short search at a start, which tries few candidates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What times depend on beside the layer. A file that differs in any of them is stale."""
+    """Names the device and software that times depend on, beside the layer. A file that differs in any field is stale."""
 
     gpu: str
     driver: str
@@ -55,7 +56,7 @@ class Machine:
         return cls(gpu=gpu, driver=driver_version(), triton=_version("triton"), epserve=_version("epserve"))
 
     def differs(self, content: Mapping) -> str | None:
-        """ "triton 3.5.0, here 3.6.0", or None."""
+        """Returns the first field in which the file differs, with both values, or None."""
         for name in self.__slots__:
             if content.get(name) != getattr(self, name):
                 return f"it was made with {name} {content.get(name)}, here is {getattr(self, name)}"
@@ -64,12 +65,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What else tiles hold for: the shape and quantisation of `problem`, and how its rows come."""
+    """Names the layer that tiles hold for: the shape and quantisation of `problem`, its dtype and its kind of batches."""
 
     problem: Problem
     dtype: str
     rows: str
-    """every: a batch has rows without a local expert, too; local: it has none such."""
+    """Kind of batches. With "every" they may have rows without a local expert, with "local" they have none."""
 
     @classmethod
     def of(cls, spec: LayerSpec, local_experts: int, *, every_row: bool) -> Layer:
@@ -79,7 +80,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Tuned:
-    """What files had. `origins`: of a cell, by whom and when. `notes`: what was left aside, and why."""
+    """Holds the contents of files. `origins` says who tuned a cell and when. `notes` lists the files left aside and why."""
 
     table: Table = field(default_factory=dict)
     origins: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -94,11 +95,11 @@ class Tuned:
 
 
 class Unusable(ValueError):
-    """A file that holds no table for what it is asked for; the text says why, without its name."""
+    """Raised for a file that holds no table for the machine or layer. The text says why, without the file's name."""
 
 
 def path_of(folder: Path, machine: Machine, layer: Layer) -> Path:
-    """Readable, and different wherever anything that counts is."""
+    """Returns the path of a file: readable, and different for machines or layers that differ in any field."""
     p = layer.problem
     what = f"{machine.gpu} {p.scheme} K{p.hidden} N{p.intermediate} E{p.local_experts}of{p.num_experts} t{p.top_k}"
     name = "".join(letter if letter.isalnum() else "_" for letter in what.lower())
@@ -107,12 +108,12 @@ def path_of(folder: Path, machine: Machine, layer: Layer) -> Path:
 
 
 def read_folder(folder: Path, machine: Machine, spec: LayerSpec, limits: Limits, *, every_row: bool) -> Tuned:
-    """Every file of this machine and of this layer's matrices: also for other numbers of ranks, which may be alike."""
+    """Reads every file of this machine with this layer's matrices, including files for other numbers of ranks."""
     found, like = Tuned(), Layer.of(spec, 1, every_row=every_row)
     stale = Tuned()
     try:
         files = sorted(folder.expanduser().glob("*.json"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that nobody knows
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         _note(found, folder, str(error))
         return found
     for file in files:
@@ -126,14 +127,18 @@ def read_folder(folder: Path, machine: Machine, spec: LayerSpec, limits: Limits,
             _take(found, content, limits, f"tuned here on {content.get('made', 'an unknown day')}")
         except Unusable as error:
             _note(found, file, str(error))
-    if not found.table:  # with a new file the old ones are of no interest
+    if not found.table:  # a current file makes stale ones irrelevant
         found.notes += stale.notes
     return found
 
 
 def read_named(path: Path, spec: LayerSpec, limits: Limits, *, setting: str = "engine.experts_tiles") -> Tuned:
-    """The table in a file that was named: by `epserve tune`, `benchmarks.tune_experts` or hand. ConfigError, naming `setting`,
-    where it is none, has nothing for these matrices, or has tiles that the kernels cannot take."""
+    """Reads the table in a named file, written by `epserve tune`, `benchmarks.tune_experts` or hand.
+
+    Raises:
+        ConfigError: the file holds no table, nothing for these matrices, or tiles that the kernels cannot take. The text
+            names `setting`.
+    """
     found = Tuned()
     try:
         content = _load(path.expanduser())
@@ -151,7 +156,11 @@ def read_named(path: Path, spec: LayerSpec, limits: Limits, *, setting: str = "e
 
 
 def write(path: Path, machine: Machine, layer: Layer, tuned: Tuned) -> str | None:
-    """The cells of `layer` in `tuned`, whole or not at all. Why it could not be written, or None: a start goes on without."""
+    """Writes the cells of `layer` in `tuned`, whole or not at all.
+
+    Returns:
+        The reason why the file could not be written, or None. A start goes on without the file.
+    """
     key = layer.problem.key
     times = {
         str(b): {"us": t.us, "before_us": t.before_us, "few": t.few} for (k, b), t in tuned.times.items() if k == key
@@ -190,7 +199,7 @@ def _load(path: Path) -> dict:
 
 
 def _take(found: Tuned, content: dict, limits: Limits, origin: str) -> None:
-    """All cells of a file's layers with the matrices of `limits`, or none: a file of which a part is wrong is not trusted."""
+    """Adds all cells of a file's layers with the matrices of `limits`, or none, because a partly wrong file is not trusted."""
     fresh = Tuned()
     times = content.get("times", {})
     for key, rows in content["cells"].items():
@@ -224,7 +233,7 @@ def _take(found: Tuned, content: dict, limits: Limits, origin: str) -> None:
 
 
 def _times(times, key: str, bucket: str) -> Times | None:
-    """For people only: whatever is wrong with them, the cell holds."""
+    """Reads a cell's times, which only people use. The cell holds even if its times are wrong."""
     try:
         seen = times[key][bucket]
         return Times(us=float(seen["us"]), before_us=float(seen["before_us"]), few=bool(seen.get("few", False)))
@@ -233,12 +242,12 @@ def _times(times, key: str, bucket: str) -> Times | None:
 
 
 def _is_about(content: dict, like: Layer) -> bool:
-    """Whether a file of the folder is for these matrices, dtype and rows; another layer's says nothing here."""
+    """Returns whether a file of the folder is for these matrices, dtype and rows."""
     for key in content["cells"]:
         try:
             same = _same_matrices(Problem.parse(key), like.problem)
         except (AttributeError, IndexError, ValueError):
-            same = True  # so that the reason is seen
+            same = True  # so that the reason is reported
         if same:
             return (content.get("dtype", like.dtype), content.get("rows", like.rows)) == (like.dtype, like.rows)
     return False

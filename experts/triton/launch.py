@@ -24,25 +24,25 @@ TABLE = pieces.FIELDS.value
 """Numbers that the table of tiles holds for each tile."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "swigluoai": 4}
 DIRECT_SLOTS = 128
-"""Up to here the tiles come from the ids themselves, without a routing kernel."""
+"""Slots up to which the tiles come from the ids themselves, without a routing kernel."""
 SMALL_SORT = 1024
-"""Slots up to which one launch sorts by comparison; above, a histogram and a placement."""
+"""Slots up to which one launch sorts by comparison. Above it, a histogram and a placement sort them."""
 ALIGN = 256
 ROW_BY_ROW = (0, 0, 0)
-"""In place of strides that the kernels do not read."""
+"""Stands for strides that the kernels do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How a quantisation scheme runs: see `kernels/pieces.py`."""
+    """Describes how a quantisation scheme runs: see `kernels/pieces.py`."""
 
     mode: int
     stored: torch.dtype | None = None
-    """Of weights and quantised activations; None: the model's own dtype."""
+    """Dtype of weights and quantised activations. None: the model's own dtype."""
     channel: bool = False
     """Weight scales are one an output channel instead of one an expert."""
     packed: int = 0
-    """4-bit weights: how they are read (`pieces.INT4`, `pieces.FP4`), with one scale for `group` of them."""
+    """Form of 4-bit weights (`pieces.INT4`, `pieces.FP4`), with one scale for `group` of them."""
     group: int = 1
 
     @classmethod
@@ -69,7 +69,7 @@ class Numerics:
 
 
 class Carver:
-    """Hands out aligned pieces of one byte region; with none, only adds their sizes up."""
+    """Hands out aligned pieces of one byte region. Without a region it only adds their sizes up."""
 
     def __init__(self, region: torch.Tensor | None = None):
         self.region, self.used, self.most = region, 0, 0
@@ -83,7 +83,7 @@ class Carver:
 
 @dataclass(slots=True, kw_only=True)
 class Buffers:
-    """Scratch of one `apply`. `num_rows` = rows of h and y: local slots are among them."""
+    """Holds the scratch of one `apply`. `num_rows` = rows of h and y: local slots are among them."""
 
     num_rows: int
     max_tiles: int
@@ -92,7 +92,7 @@ class Buffers:
     h: torch.Tensor | None
     hs: torch.Tensor | None
     hq: torch.Tensor | None
-    """What the second GEMM reads; `h` itself unless rows are quantised after the first."""
+    """Rows that the second GEMM reads. It is `h` itself unless rows are quantised after the first GEMM."""
     part: torch.Tensor | None
     y: torch.Tensor | None
     order: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class Buffers:
 
 
 class Launcher:
-    """Launches for one layer shape on one device. Keeps no state of a batch, except counters that are 0 between launches."""
+    """Launches kernels of one layer shape on one device. Keeps no state of a batch, except counters that are 0 between launches."""
 
     def __init__(self, spec: LayerSpec, device: torch.device):
         self.spec, self.device, self.numerics = spec, device, Numerics.of(spec)
@@ -131,12 +131,12 @@ class Launcher:
         kernel[grid](*args, **constants, **extra)
 
     def compile_only(self, kernel, programs, *args, **constants) -> None:
-        """In place of `launch` at warm-up."""
+        """Compiles a kernel without a launch. Warm-up calls it in place of `launch`."""
         extra = {"launch_pdl": True} if self.pdl and "PDL" in kernel.arg_names else {}
         kernel.warmup(*args, grid=(1,), **constants, **extra)
 
     def _plain_enough(self) -> bool:
-        """What the warp-specialised kernels know: see `kernels/hopper.py`."""
+        """Returns whether the warp-specialised kernels can serve this layer: see `kernels/hopper.py`."""
         act, mode = self.spec.activation, self.numerics.mode
         sizes = self.N % 128 == 0 and self.K % 256 == 0 and not self.numerics.packed
         return sizes and mode in (FLOAT, TENSOR, BLOCK) and act.kind == "silu" and not act.limit and not self.spec.bias
@@ -147,7 +147,7 @@ class Launcher:
 
     def gemm_buffers(self, r13: Carver, r2: Carver, *, num_rows: int, max_tiles: int, tiles: Tiles, x_rows: int,
                      y: bool) -> Buffers:  # fmt: skip
-        """Region 13: h and partial sums. Region 2: quantised rows, and y where x's rows lay, which are dead by then."""
+        """Carves the buffers: h and partial sums in region 13, quantised rows in region 2. y takes the place of x's dead rows."""
         mode, K, N, f32 = self.numerics.mode, self.K, self.N, torch.float32
         h = r13.take((num_rows, N), self.stored if mode in (TENSOR, BLOCK) else self.dtype)
         split = tiles.gate_up.split
@@ -170,7 +170,7 @@ class Launcher:
                        y=r2.take((tiles.down.split, num_rows, K), y_dtype) if y else None)  # fmt: skip
 
     def sort(self, b: Buffers, ids: torch.Tensor, *, bm: int, num_experts: int) -> None:
-        """Fill order, inv and tiles from the ids of `b.num_rows` slots."""
+        """Fills order, inv and tiles from the ids of `b.num_rows` slots."""
         S, T, bins = b.num_rows, b.max_tiles, self.bins(num_experts)
         if S <= SMALL_SORT:
             block = 32 if self.device.type == "cuda" else 256
@@ -186,7 +186,7 @@ class Launcher:
 
     def quantise_tokens(self, b: Buffers, x: torch.Tensor, scales, ids: torch.Tensor, weights: ExpertWeights, *,
                         expand: bool) -> None:  # fmt: skip
-        """x (M, K) -> xq, xs: a row a token, or (expand) a row a local slot. `scales`: x is quantised already."""
+        """Quantises x (M, K) to xq, xs: a row a token, or (expand) a row a local slot. `scales`: x is quantised already."""
         groups = cdiv(self.K, 128)
         whole = self.numerics.mode == ROW
         per = triton.next_power_of_2(groups) if whole else 8 if x.shape[0] <= 64 else 64
@@ -196,7 +196,7 @@ class Launcher:
 
     def quantise_rows(self, x: torch.Tensor, xq, xs, scale, *, ids=None, tiles=None, num_rows: int, max_tiles: int,
                       bm: int, columns: int) -> None:  # fmt: skip
-        """Rows that lie expert by expert (tiles) or by slot (ids) -> xq, xs."""
+        """Quantises rows that lie expert by expert (tiles) or by slot (ids) to xq, xs."""
         per = triton.next_power_of_2(cdiv(columns, 128))
         self.launch(quantise.quantise_rows, min(num_rows, 8 * self.num_sms), x, ids, tiles, xq, xs, scale,
                     num_rows, max_tiles, bm, K=columns, IN_SLOTS=tiles is None, MODE=self.numerics.mode, B=per,
@@ -205,7 +205,7 @@ class Launcher:
     def gate_up(self, b: Buffers, x: torch.Tensor, xs, weights: ExpertWeights, tiles: Tiles, *, source: int,
                 ids: torch.Tensor | None = None, fly: bool = False,
                 strides: tuple[int, int, int] | None = None) -> None:  # fmt: skip
-        """strides: see `scale_strides`; None: row by row."""
+        """Launches the first GEMM. strides: see `scale_strides`. None: scales lie row by row."""
         c = tiles.gate_up
         if c.specialised:
             assert source == ROWS
@@ -238,7 +238,7 @@ class Launcher:
 
     def _grouped(self, b: Buffers, x, xs, weights: ExpertWeights, out, outs, c: GemmTiles, bm: int, *,
                  gated: bool, strides: tuple[int, int, int] | None = None) -> None:  # fmt: skip
-        """Either GEMM by the warp-specialised kernel; one program a multiprocessor."""
+        """Launches either GEMM by the warp-specialised kernel, one program a multiprocessor."""
         block = self.numerics.mode == BLOCK
         assert bm == 128 or (bm == 192 and not block), "two warpgroups of 64 rows, or three"
         assert block or not c.narrow, "only products that are scaled gain"
@@ -270,7 +270,7 @@ class Launcher:
                     num_warps=4)  # fmt: skip
 
     def descriptor(self, weights: ExpertWeights, name: str, shape: tuple[int, ...], block: tuple[int, ...]):
-        """TMA descriptor of a weight, made once for a block and kept with the weights; packed weights are read as they are."""
+        """Returns the TMA descriptor of a weight, made once for a block and kept with the weights. Packed weights need none."""
         if self.numerics.packed:
             return getattr(weights, name)
         key = ("triton", name, block)
@@ -290,7 +290,7 @@ class Launcher:
         }  # fmt: skip
 
     def _programs(self, c: GemmTiles, bm: int, work: int, *, gated: bool) -> int:
-        """One wave of programs: an empty one costs about 1 us. Or one program a work item."""
+        """Returns the size of the grid: one wave, since an empty program costs about 1 us, or one program a work item."""
         if c.full_grid:
             return max(1, min(work, 64 * self.num_sms))
         group = self.numerics.group if self.numerics.packed else 0
@@ -300,7 +300,7 @@ class Launcher:
 
 
 def scale_strides(scales: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """None for `(e, T, G)` row by row, else what the kernels add for each expert, row (of all e*T) and block of columns."""
+    """Returns None for scales `(e, T, G)` row by row, else their strides by expert, row (of all e*T) and block of columns."""
     if scales is None or scales.is_contiguous():
         return None
     expert, row, block = scales.stride()

@@ -102,7 +102,7 @@ class Buffers:
 
 
 class Launcher:
-    """Launches kernels of one layer shape on one device. Keeps no state of a batch, except counters that are 0 between launches."""
+    """Launches kernels of one layer shape on one device. Keeps no batch state but counters that are 0 between launches."""
 
     def __init__(self, spec: LayerSpec, device: torch.device):
         self.spec, self.device, self.numerics = spec, device, Numerics.of(spec)

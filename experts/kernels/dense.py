@@ -1,7 +1,7 @@
 """Device code of dense experts that every token visits: a plain GEMM, and activation-and-multiply.
 
-The grid has a program for each tile of the output, so that none stays on its multiprocessor for long: what runs beside it, the
-kernels of an all-to-all, finds room within one tile's time. (A persistent GEMM would hold all of them until it ends.)
+The grid has a program for each tile of the output, so no program stays on its multiprocessor for long. The kernels of an
+all-to-all beside it find room within one tile's time. (A persistent GEMM would hold all multiprocessors until it ends.)
 
 Legend: M rows, N output columns, K inner size.
 """
@@ -17,7 +17,7 @@ from .pieces import activate
 @triton.jit(do_not_specialize=["M"])
 def product(x, w, out, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
             GROUP: tl.constexpr):  # fmt: skip
-    """out (M, N) = x (M, K) times w (N, K) transposed; x and w by TMA. Groups of GROUP row tiles share weights in the cache."""
+    """Computes out (M, N) = x (M, K) w (N, K)^T, with x and w by TMA. Groups of GROUP row tiles share weights in the cache."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = tl.program_id(0) // (GROUP * tiles_n) * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -33,7 +33,7 @@ def product(x, w, out, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN
 
 @triton.jit
 def gated(h, out, N: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """out (M, N) = act(gate) * up, rounded once; h (M, 2N) has gate then up."""
+    """Computes out (M, N) = act(gate) * up, rounded once. h (M, 2N) has gate then up."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(h + row * 2 * N + column, mask=column < N, other=0.0).to(tl.float32)
     up = tl.load(h + row * 2 * N + N + column, mask=column < N, other=0.0).to(tl.float32)

@@ -1,10 +1,11 @@
-"""4-bit weights -> the dtype of the products, 8 of one 32-bit word at a time.
+"""Conversion of 4-bit weights to the dtype of the products, 8 weights of one 32-bit word at a time.
 
-A thread's operand of a tensor core has, of 16 neighbours in K, two pairs that lie 8 apart; a word has 8 neighbours. So SWAP,
-where weights are that operand, multiplies K in another order, `order_of_k`: sums are the same, and no weight changes its thread.
+A thread's operand of a tensor core has two pairs, 8 apart, from each 16 neighbours in K, and a word has 8 neighbours. With
+SWAP the weights are that operand, and K is multiplied in another order, `order_of_k`. The sums are the same, and no weight
+changes its thread.
 
-bf16 is made two values at a time, by bits: one instruction works on both. Float scales go in as two bf16, high and low, so that
-a product is rounded about once, as float32 arithmetic would.
+bf16 is made two values at a time, by bits, so one instruction works on both. Float scales enter as two bf16, high and low, so
+that a product is rounded about once, as in float32 arithmetic.
 """
 
 import triton
@@ -32,12 +33,12 @@ BYTES = ("0x4400", "0x5511", "0x6622", "0x7733")
 ASM_INT4 = tl.constexpr(tuple((INTEGERS + TWICE).replace("#", byte) for byte in BYTES))
 ASM_FP4 = tl.constexpr(tuple((FLOATS + TWICE).replace("#", byte) for byte in BYTES))
 ASM_MXFP4 = tl.constexpr(tuple((FLOATS + ONCE).replace("#", byte) for byte in BYTES))
-"""A word and its scale -> the two values of a byte, as the halves of 32 bits; one for each byte."""
+"""Assembly that turns a word and its scale into the two values of a byte, as the halves of 32 bits. One text for each byte."""
 
 
 @triton.jit
 def order_of_k(BK: tl.constexpr, SWAP: tl.constexpr):
-    """Where in a step's BK columns what is multiplied k-th lies. Pairs stay together: the least that is copied by itself."""
+    """Returns the column, within a step's BK columns, of the k-th multiplied value. Pairs stay together, the unit of a copy."""
     k = tl.arange(0, BK)
     if SWAP:
         k = k // 32 * 32 + k // 2 % 4 * 8 + k // 8 % 4 * 2 + k % 2
@@ -47,7 +48,7 @@ def order_of_k(BK: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def finish(acc, PACKED: tl.constexpr, TO: tl.constexpr):
-    """See REST."""
+    """Multiplies sums by the rest of the scale: see REST."""
     FAST: tl.constexpr = not EXACT and tl.bfloat16 == TO
     if PACKED == FP4 and FAST:
         acc *= REST
@@ -56,7 +57,7 @@ def finish(acc, PACKED: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def _plain(word, s, J: tl.constexpr, PACKED: tl.constexpr, TO: tl.constexpr):
-    """Value J of each word, in float32."""
+    """Returns value J of each word, in float32."""
     code = (word >> (4 * J)) & 0xF
     if PACKED == INT4:
         value = (code - 8).to(tl.float32)
@@ -69,7 +70,7 @@ def _plain(word, s, J: tl.constexpr, PACKED: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def _scales(ws, at, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """(BN, BK // GROUP): floats as they are, bytes as int32."""
+    """Loads scales (BN, BK // GROUP). Floats keep their dtype, and bytes become int32."""
     NG: tl.constexpr = BK // GROUP
     g = tl.arange(0, NG)
     if ws.dtype.element_ty == tl.uint8 and NG == 4 and K % BK == 0:  # one 32-bit word, which can be fetched ahead
@@ -89,14 +90,14 @@ def _scales(ws, at, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.conste
 
 @triton.jit
 def _twice(v):
-    """Two bf16 of one value in 32 bits."""
+    """Returns one value as two equal bf16 in 32 bits."""
     bits = v.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @triton.jit
 def _pair(word, high, low, ASM: tl.constexpr):
-    """The two values of a byte of each word, side by side on a new axis."""
+    """Returns the two values of a byte of each word, side by side on a new axis."""
     if low is None:
         both = tl.inline_asm_elementwise(ASM, "=r,r,r", [word, high], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -113,8 +114,8 @@ def _per_word(s, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def unpack(w, ws, row, inside, kb, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
            GROUP: tl.constexpr, TO: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
-    """BN rows x BK columns, in `order_of_k`, in TO: two codes a byte, the even one low; one scale for GROUP of them, a multiple
-    of 8 (a float, or as uint8 an exponent with bias 127). The sums need `finish`."""
+    """Returns BN rows x BK columns of weights, in `order_of_k`, in TO. A byte has two codes, the even one low. GROUP codes, a
+    multiple of 8, share one scale (a float, or as uint8 an exponent with bias 127). The sums need `finish`."""
     at = row.to(tl.int64)
     j = kb * (BK // 8) + tl.arange(0, BK // 8)
     words = w.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -1,8 +1,8 @@
 """The gate on the device: partial logits by tensor cores, then everything from logits to ids and weights in one launch.
 
-Legend: M tokens, K hidden size, E experts. The sum over K has one order, whatever M is: CHUNK values of K in one accumulator,
-INNER such chunks one after the other, then OUTER of those. `gate_logits` leaves off where it likes between these levels and
-`choose_experts` goes on, so that a token's logits are the same bits in a batch of any size.
+Legend: M tokens, K hidden size, E experts. The sum over K has one order for every M: CHUNK values of K in one accumulator,
+INNER chunks one after the other, then OUTER of those sums. `gate_logits` may stop between any two of these levels, and
+`choose_experts` continues from there, so a token's logits are the same bits in a batch of any size.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .pieces import EXACT, pdl_enter
 SOFTMAX, SIGMOID, SOFTMAX_OF_TOPK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 NAN_KEY, LOWEST = tl.constexpr(0x7FFFFFFF), tl.constexpr(-0x80000000)
-"""Keys of NaN, which torch.topk takes for the greatest, and of what is no expert or was chosen already."""
+"""Keys of NaN, which torch.topk takes for the greatest, and of positions that hold no expert or an expert already chosen."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _dot(w, x, acc):
 
 @triton.jit
 def _step(w, x, acc):
-    """acc + w (BE, BK) x (BT, BK)^T. A float32 weight is the sum of three bfloat16, exactly: its products stay exact too."""
+    """Returns acc + w (BE, BK) x (BT, BK)^T. A float32 weight is exactly the sum of three bfloat16, so products stay exact."""
     if w.dtype == tl.float32:
         high = w.to(tl.bfloat16)
         rest = w - high.to(tl.float32)
@@ -40,7 +40,7 @@ def _step(w, x, acc):
 @triton.jit(do_not_specialize=["M"])
 def gate_logits(x, w, parts, M, E: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, INNER: tl.constexpr,
                 WHOLE: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """parts (OUTER or OUTER * INNER, M, E) float32. WHOLE: a program sums INNER chunks; otherwise it has a single one.
+    """Computes parts (OUTER or OUTER * INNER, M, E) float32. WHOLE: a program sums INNER chunks, otherwise a single chunk.
     Experts take WGMMA's 64-row operand in every tile, so that the products are of one kind for any number of tokens."""
     BK: tl.constexpr = CHUNK // 2
     blocks: tl.constexpr = (E + BE - 1) // BE
@@ -77,7 +77,7 @@ def gate_logits(x, w, parts, M, E: tl.constexpr, K: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def _key(v):
-    """int32 in the order of float32: -0 equals 0, NaN is the greatest."""
+    """Returns int32 keys in the order of float32: -0 equals 0, NaN is the greatest."""
     bits = tl.where(v == 0.0, 0.0, v).to(tl.int32, bitcast=True)
     return tl.where(v == v, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_KEY)
 
@@ -89,7 +89,7 @@ def _value(key):
 
 @triton.jit
 def _best(key, at, AXIS: tl.constexpr):
-    """Where the greatest key is, the lowest index among equals; and the key. The axis stays, with size 1."""
+    """Returns the index of the greatest key (the lowest index among equals) and the key. The axis stays, with size 1."""
     most = tl.max(key, AXIS, keep_dims=True)
     return tl.min(tl.where(key == most, at, 0x7FFFFFFF), AXIS, keep_dims=True), most
 
@@ -97,7 +97,7 @@ def _best(key, at, AXIS: tl.constexpr):
 @triton.jit
 def _limit(key, valid, ROWS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, GROUPS: tl.constexpr,
            TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):  # fmt: skip
-    """Experts outside the TOP_GROUPS best groups get the key of -inf."""
+    """Sets the key of -inf for experts outside the TOP_GROUPS best groups."""
     each = tl.reshape(tl.where(valid, key, LOWEST), (ROWS, GP, SP))
     inside = tl.arange(0, SP)[None, None, :]
     at, best = _best(each, inside, 2)
@@ -122,8 +122,8 @@ def choose_experts(parts, bias, correction, ids, weights, M, E: tl.constexpr, OU
                    TOP2: tl.constexpr, TOPK: tl.constexpr, RENORMALISE: tl.constexpr, EPSILON: tl.constexpr,
                    FACTOR: tl.constexpr, ROUND: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr,
                    ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """ids, weights (M, TOPK) of ROWS tokens a program. Position p of a row is expert p % SP of group p // SP, so that no size
-    needs to be a power of two; GP >= GROUPS, SP >= E // GROUPS, TP >= TOPK. LOGITS: the dtype in which logits are held."""
+    """Computes ids and weights (M, TOPK), ROWS tokens a program. Position p of a row is expert p % SP of group p // SP, so no
+    size needs to be a power of two. GP >= GROUPS, SP >= E // GROUPS, TP >= TOPK. LOGITS: the dtype that holds the logits."""
     each: tl.constexpr = E // GROUPS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     p = tl.arange(0, GP * SP)
@@ -168,7 +168,7 @@ def choose_experts(parts, bias, correction, ids, weights, M, E: tl.constexpr, OU
     for i in tl.static_range(TOPK):
         at, most = _best(key, p[None, :], 1)
         here = p[None, :] == at
-        if correction is not None or TOP_GROUPS < GROUPS:  # chosen by something else than the score
+        if correction is not None or TOP_GROUPS < GROUPS:  # the choice does not depend on the score alone
             most = tl.max(tl.where(here, held, LOWEST), 1, keep_dims=True)
         chosen_ids = tl.where(slot == i, at // SP * each + at % SP, chosen_ids)
         shares = tl.where(slot == i, _value(most), shares)

@@ -1,9 +1,9 @@
-"""The two grouped GEMMs. A persistent grid walks work items = tiles x column blocks (x splits); weights come by TMA.
+"""The two grouped GEMMs. A persistent grid walks work items = tiles x column blocks (x splits). TMA loads the weights.
 
-`w` of the first is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK): gate and up rows in one transfer; of the second,
-of `(E*K, N)` with block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times as many elements. Out-of-range
-columns read as zero, out-of-range rows are masked where results are stored. PACKED: `w` is a pointer to
-4-bit weights, widened on the way. STRIDED: scales of rows lie as a library left them. See `pieces` for the modes.
+In the first GEMM `w` is a descriptor of `(E, 2, N, K)` with block (1, 2, BN, BK), so one transfer brings gate and up rows. In
+the second it is a descriptor of `(E*K, N)` with block (BN, BK). Scale offsets are 32-bit: they pass 2^31 only with 128 times
+as many elements. Out-of-range columns read as zero, and out-of-range rows are masked where results are stored. PACKED: `w` is
+a pointer to 4-bit weights, widened on the way. STRIDED: scales of rows have a library's strides. See `pieces` for the modes.
 """
 
 import triton
@@ -30,19 +30,19 @@ from .pieces import (
 
 @triton.jit
 def _across(v, SWAP: tl.constexpr):
-    """A vector over rows of the token tile, as a row or a column of the accumulator."""
+    """Returns a vector over rows of the token tile as a row or a column of the accumulator."""
     return v[None, :] if SWAP else v[:, None]
 
 
 @triton.jit
 def _along(v, SWAP: tl.constexpr):
-    """A vector over output columns, likewise."""
+    """Returns a vector over output columns as a column or a row of the accumulator."""
     return v[:, None] if SWAP else v[None, :]
 
 
 @triton.jit
 def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """(BM, 2*BN) -> gate and up, each (BM, BN); both halves of a column pair live in one thread."""
+    """Splits (BM, 2*BN) into gate and up, each (BM, BN). One thread holds both halves of a column pair."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
 
 
@@ -54,12 +54,16 @@ def gate_up(x, xd, xs, w, ws, a1, a2, b13, ids, order, tiles, h, hs, part, count
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SP: tl.constexpr,
             BINS: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
-    """h[row, n] = act(x w_gate^T) * (x w_up^T).
+    """Computes h[row, n] = act(x w_gate^T) * (x w_up^T).
 
-    FLY: x is not quantised yet and is quantised here, tile by tile. WIDE: gate and up share one accumulator of 2*BN columns.
-    SPLIT > 1: each split leaves its partial sums in `part`; the one that comes last adds them, in order.
-    Scales of blocks of x: xs (rows, K/128) row by row; STRIDED: expert e's of `row` and block k at e*XE + row*XM + k*XK.
-    Where activations are quantised by row, h stays in the dtype of the model: its rows are whole only after this kernel.
+    Args:
+        FLY: x is not quantised yet, and this kernel quantises it tile by tile.
+        WIDE: gate and up share one accumulator of 2*BN columns.
+        SPLIT: above 1, each split leaves its partial sums in `part`, and the last split to finish adds them, in order.
+        xs: scales of blocks of x, (rows, K/128) row by row. STRIDED: the scale of expert e, `row` and block k lies at
+            e*XE + row*XM + k*XK.
+
+    If activations are quantised by row, h stays in the dtype of the model, because its rows are whole only after this kernel.
     """
     pdl_enter(PDL)
     NB: tl.constexpr = (N + BN - 1) // BN
@@ -201,7 +205,7 @@ def down(h, hd, hs, w, ws, a2, b2, ids, tiles, y, S, T, GM,
          GROUP: tl.constexpr, SOURCE: tl.constexpr, SWAP: tl.constexpr,
          FLAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, SP: tl.constexpr, BINS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """y[split, row, k] = h[row] w2^T, not weighted. SOURCE: DIRECT, else rows; ROWS takes them by TMA through `hd`."""
+    """Computes y[split, row, k] = h[row] w2^T, not weighted. SOURCE: DIRECT, else rows. ROWS loads them by TMA through `hd`."""
     pdl_enter(PDL)
     NB: tl.constexpr = (K + BN - 1) // BN
     NK: tl.constexpr = (N + BK - 1) // BK

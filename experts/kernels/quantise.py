@@ -1,4 +1,4 @@
-"""Rows to e4m3 or int8, with the scales in `pieces`: static, of 128 columns, or of a row. Also the plain copy of rows."""
+"""Quantisation of rows to e4m3 or int8, with the scales of `pieces`: static, of 128 columns, or of a row. Also a plain copy."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .pieces import BLOCK, FIELDS, FLOAT, ROW, TENSOR, pdl_enter, to_e4m3
 
 @triton.jit
 def _narrow(v, TO: tl.constexpr):
-    """Round to TO, saturating; int8 rounds half away from zero."""
+    """Rounds to TO, saturating. int8 rounds half away from zero."""
     if tl.int8 == TO:
         v = tl.minimum(tl.maximum(v, -127.0), 127.0)
         out = (v + tl.where(v >= 0, 0.5, -0.5)).to(tl.int8)
@@ -23,9 +23,9 @@ def _narrow(v, TO: tl.constexpr):
 def quantise_tokens(x, given, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
                     MODE: tl.constexpr, EXPAND: tl.constexpr, GIVEN: tl.constexpr, B: tl.constexpr,
                     PDL: tl.constexpr):  # fmt: skip
-    """Token rows of 128 * B columns a program. EXPAND: one copy for each local slot, at row `inv[slot]`, so that rows lie
-    expert by expert; otherwise one row a token. GIVEN: x comes quantised, with its scales. Tokens without a local slot
-    are neither read nor written."""
+    """Quantises token rows, 128 * B columns a program. EXPAND: one copy for each local slot, at row `inv[slot]`, so that rows
+    lie expert by expert. Otherwise it writes one row a token. GIVEN: x is quantised already, with its scales. Tokens without
+    a local slot are neither read nor written."""
     pdl_enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TP)
@@ -62,7 +62,7 @@ def quantise_tokens(x, given, ids, inv, xq, xs, a1, K: tl.constexpr, TOPK: tl.co
 @triton.jit(do_not_specialize=["S", "T", "BM"], do_not_specialize_on_alignment=["ids"])
 def quantise_rows(x, ids, tiles, xq, xs, a, S, T, BM, K: tl.constexpr, IN_SLOTS: tl.constexpr, MODE: tl.constexpr,
                   B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Whole rows of 128 * B >= K columns that lie expert by expert (the tiles say which), or by slot (IN_SLOTS: id >= 0)."""
+    """Quantises whole rows, 128 * B >= K columns, that lie expert by expert (see `tiles`) or by slot (IN_SLOTS: id >= 0)."""
     pdl_enter(PDL)
     TO: tl.constexpr = xq.dtype.element_ty
     KG: tl.constexpr = (K + 127) // 128

@@ -9,8 +9,8 @@ from .pieces import pdl_enter
 @triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["ids", "weights"])
 def weighted_sum(y, inv, ids, weights, out, S, K: tl.constexpr, TOPK: tl.constexpr, SPLIT: tl.constexpr,
                  IN_SLOTS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """out[token] = sum over slots of weight * (sum over splits of y[split, row]); IN_SLOTS: the row is the slot itself.
-    NOTE: the weight of a slot without an expert may be NaN; it is not read."""
+    """Computes out[token] = sum over slots of weight * (sum over splits of y[split, row]). IN_SLOTS: the row is the slot itself.
+    NOTE: the weight of a slot without an expert may be NaN, so it is not read."""
     pdl_enter(PDL)
     token = tl.program_id(0)
     c = tl.program_id(1) * B + tl.arange(0, B)

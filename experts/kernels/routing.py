@@ -9,7 +9,7 @@ from .pieces import FIELDS, pdl_enter
 @triton.jit(do_not_specialize=["S", "T", "BM"], do_not_specialize_on_alignment=["ids"])
 def route_small(ids, order, inv, tiles, S, T, BM, SP: tl.constexpr, BINS: tl.constexpr, B: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """One launch, by comparison of every slot with every other: B slots a program, SP >= S."""
+    """Sorts in one launch, by comparison of every slot with every other: B slots a program, SP >= S."""
     pdl_enter(PDL)
     j, i, bins = tl.arange(0, SP), tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, BINS)
     ej = tl.load(ids + j, mask=j < S, other=-1)
@@ -36,7 +36,7 @@ def route_small(ids, order, inv, tiles, S, T, BM, SP: tl.constexpr, BINS: tl.con
 
 @triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["ids"])
 def count_slots(ids, counts, S, BINS: tl.constexpr, B: tl.constexpr):
-    """Slots per expert; `counts` (BINS,) starts at 0."""
+    """Counts the slots of each expert. `counts` (BINS,) starts at 0."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     e = tl.load(ids + i, mask=i < S, other=-1)
     bins = tl.arange(0, BINS)
@@ -47,7 +47,8 @@ def count_slots(ids, counts, S, BINS: tl.constexpr, B: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "T", "BM"], do_not_specialize_on_alignment=["ids"])
 def place_slots(ids, counts, cursor, order, inv, tiles, S, T, BM, BINS: tl.constexpr, B: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """Second launch. The order of rows inside an expert depends on the race for `cursor`; no row's value does."""
+    """Places the slots, in the second launch. The order of rows inside an expert depends on the race for `cursor`, but no row's
+    value does."""
     pdl_enter(PDL)
     i, bins = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, BINS)
     e = tl.load(ids + i, mask=i < S, other=-1)
@@ -71,7 +72,7 @@ def place_slots(ids, counts, cursor, order, inv, tiles, S, T, BM, BINS: tl.const
 
 @triton.jit
 def _tile_rows(n, active, t, tiles, T, capacity, BM, E: tl.constexpr, BINS: tl.constexpr):
-    """Write the table entries `t` for experts of `n` rows each, or none of them when not `active`."""
+    """Writes the table entries `t` for experts of `n` rows each, or no entry when not `active`."""
     per = tl.where(active, (n + BM - 1) // BM, 0)
     end = tl.cumsum(per, 0)
     e = tl.sum((t[:, None] >= end[None, :]).to(tl.int32), 1)
@@ -91,8 +92,8 @@ def _tile_rows(n, active, t, tiles, T, capacity, BM, E: tl.constexpr, BINS: tl.c
 @triton.jit(do_not_specialize=["capacity", "T_thin", "T_thick", "BM_thin", "BM_thick", "limit"])
 def plan_batched(counts, thin, thick, capacity, T_thin, T_thick, BM_thin, BM_thick, limit, E: tl.constexpr,
                  BINS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Tables of the batched format, B entries a program. Experts of at most `limit` rows on average fill `thin`,
-    otherwise `thick`; the other table stays empty, so that its GEMMs find nothing to do. No host sync."""
+    """Writes the tables of the batched format, B entries a program. Experts of at most `limit` rows on average fill `thin`,
+    otherwise `thick`. The other table stays empty, so that its GEMMs find nothing to do. No host sync."""
     pdl_enter(PDL)
     bins, t = tl.arange(0, BINS), tl.program_id(0) * B + tl.arange(0, B)
     n = tl.minimum(tl.load(counts + bins, mask=bins < E, other=0), capacity)

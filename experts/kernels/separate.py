@@ -1,4 +1,4 @@
-"""What lies around a library's grouped GEMMs: rows of local slots laid out expert by expert, and the non-linearity between."""
+"""Device code around a library's grouped GEMMs: the layout of local slots expert by expert, and the non-linearity between."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,9 @@ from .pieces import BLOCK, ROW, TENSOR, activate, to_e4m3
 @triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["ids"])
 def place_rows(ids, counts, cursor, inv, owner, ends, S, ALIGN: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr,
                B: tl.constexpr):  # fmt: skip
-    """inv[slot] = row of a local slot (else -1); an expert's rows begin at a multiple of ALIGN. owner[row] = expert, or ends[e]
-    = one past expert e's last row; None: not asked for. The order inside an expert depends on a race, no row's value does."""
+    """Sets inv[slot] = row of a local slot (else -1). An expert's rows begin at a multiple of ALIGN. It also sets
+    owner[row] = expert, or ends[e] = one past expert e's last row, unless they are None. The order inside an expert depends on
+    a race, but no row's value does."""
     i, bins = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, BINS)
     e = tl.load(ids + i, mask=i < S, other=-1)
     ok = e >= 0
@@ -29,8 +30,8 @@ def place_rows(ids, counts, cursor, inv, owner, ends, S, ALIGN: tl.constexpr, E:
 @triton.jit(do_not_specialize=["S"])
 def activate_rows(h, inv, out, scales, a, S, N: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
                   ALPHA: tl.constexpr, B: tl.constexpr):  # fmt: skip
-    """out (rows, N) = act(gate) * up of h (rows, 2N), quantised as MODE says (`pieces`), for the rows of local slots.
-    128 * B columns a program; the whole row where it has one scale."""
+    """Computes out (rows, N) = act(gate) * up of h (rows, 2N), quantised by MODE (`pieces`), for the rows of local slots.
+    A program takes 128 * B columns, or the whole row if the row has one scale."""
     g = tl.program_id(1) * B + tl.arange(0, B)
     column = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = column < N

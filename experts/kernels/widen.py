@@ -9,7 +9,7 @@ from .four_bits import finish, unpack
 @triton.jit
 def widen(w, ws, out, ROWS, K: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr,
           BK: tl.constexpr):  # fmt: skip
-    """out (ROWS, K) = the weights w (ROWS, K / 2) times their scales ws, BN rows by BK columns a program."""
+    """Computes out (ROWS, K) = the weights w (ROWS, K / 2) times their scales ws, BN rows by BK columns a program."""
     row, column = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK + tl.arange(0, BK)
     TO: tl.constexpr = out.dtype.element_ty
     values = unpack(w, ws, row, row < ROWS, tl.program_id(1), K, BN, BK, PACKED, GROUP, TO, False)

@@ -16,12 +16,12 @@ from .table import Problem
 MOST = 64
 """Candidates of one GEMM with one token tile."""
 DIRECT_SLOTS = 128
-"""As in `triton_launch`, which needs Triton: up to here tiles come from the ids themselves."""
+"""Slots up to which tiles come from the ids themselves. `experts/triton/launch.py`, which needs Triton, has the same number."""
 
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """A candidate of the first GEMM, and whether rows are expanded for it."""
+    """Holds a candidate of the first GEMM, and whether rows are expanded for it."""
 
     tiles: GemmTiles
     expand: bool = False
@@ -33,7 +33,7 @@ Add = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of both GEMMs with one token tile `bm`."""
+    """Holds the candidates of both GEMMs with one token tile `bm`."""
 
     bm: int
     first: tuple[First, ...]
@@ -44,13 +44,13 @@ class Options:
 
 
 def joined(bm: int, first: Option, second: Option) -> Tiles:
-    """A candidate of each GEMM as one configuration."""
+    """Returns a candidate of each GEMM as one configuration."""
     assert isinstance(first, First) and isinstance(second, GemmTiles)
     return Tiles(bm=bm, gate_up=first.tiles, down=second, expand=first.expand)
 
 
 def token_tiles(problem: Problem, bucket: int, limits: Limits) -> list[int]:
-    """Around the expected rows of an active expert."""
+    """Returns token tiles around the expected rows of an active expert."""
     slots = bucket * problem.top_k
     rows = max(1.0, problem.rows_per_expert(bucket))
     if (slots <= DIRECT_SLOTS and bucket <= 16) or rows <= 4:
@@ -68,10 +68,10 @@ def token_tiles(problem: Problem, bucket: int, limits: Limits) -> list[int]:
 
 
 def candidates(problem: Problem, bucket: int, bm: int, limits: Limits, *, most: int = MOST) -> Options:
-    """At most `most` of each GEMM, and only such as the kernels can take."""
+    """Returns at most `most` candidates of each GEMM, and only candidates that the kernels can take."""
     firsts: dict[First, None] = {}
     seconds: dict[GemmTiles, None] = {}
-    # What stands for the other GEMM while one is checked: any tiles fit beside any, but for 192 rows.
+    # These tiles stand for the other GEMM while one is checked. Any tiles fit beside any others, except with 192 rows.
     beside = GemmTiles(bn=128, bk=128 // limits.size, specialised=True, stages=3) if bm == 192 else None
 
     def first(*, expand: bool = False, **options) -> None:
@@ -102,7 +102,7 @@ def _plainest(limits: Limits) -> GemmTiles:
 
 
 def _thin(first: Add, second: Add, problem: Problem, bucket: int, limits: Limits) -> None:
-    """The weights take the wide side of the tensor core; few tiles split the inner dimension."""
+    """Adds candidates for thin tiles. Weights take the wide side of the tensor core, and few tiles split the inner dimension."""
     size, block = limits.size, limits.block
     few = bucket * problem.top_k * problem.local_experts / problem.num_experts <= 16
     for split in (1, 2, 4, 8) if few else (1, 2):
@@ -151,7 +151,8 @@ def _medium(first: Add, second: Add, limits: Limits) -> None:
 
 
 def _thick(first: Add, second: Add, bm: int, limits: Limits) -> None:
-    """Groups that end with the expert first: they read weights once. The specialised kernel where it can run."""
+    """Adds candidates for thick tiles, first the groups that end with the expert, which read weights once. The specialised
+    kernel is among them where it can run."""
     bk, block = 128 // limits.size, limits.block
     groups = [
         {"bk": bk, "group": group, "by_expert": by_expert}
@@ -179,7 +180,7 @@ def _thick(first: Add, second: Add, bm: int, limits: Limits) -> None:
 
 
 def _widened(first: Add, second: Add, *, thin: bool) -> None:
-    """4-bit weights become numbers in registers, so tiles are small; thin ones leave the weights on the wide side."""
+    """Adds candidates for 4-bit weights, widened in registers by small tiles. Thin tiles have the weights on the wide side."""
     for group in (1,) if thin else (4, 8):
         for swap in (True,) if thin else (False, True):
             for bn, warps in ((64, 4), (128, 4), (128, 8), (32, 4)):

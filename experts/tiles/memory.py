@@ -1,6 +1,7 @@
 """Shared memory: how much of it one program may have on a GPU, and how much the Triton kernels take with given tiles.
 
-The sums are of what Triton 3.6 allocates; `tests/experts/triton_aot/check_shared_memory.py` holds them against compiled kernels.
+The sums match the allocations of Triton 3.6. `tests/experts/triton_aot/check_shared_memory.py` compares them with compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ BLOCKS = {
 }
 """KiB of shared memory that one program may have, by compute capability (CUDA programming guide)."""
 LEAST = 99
-"""KiB of the others."""
+"""KiB of shared memory for all other compute capabilities."""
 SPARE = 2 * KIB
 """Bytes beside the pipeline's buffers: barriers, and sums across warps."""
 GROUPS = {"int4": 32, "mxfp4": 32, "nvfp4": 16}
-"""4-bit weights that share a scale; int4: in the layers with the most scales."""
+"""Number of 4-bit weights that share a scale. For int4 it is the number in the layers with the most scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What tiles depend on. `capability`: (0, 0) where it is not NVIDIA's. `shared_memory`: bytes that one program may have."""
+    """Holds the limits of a GPU for tiles. `capability` is (0, 0) unless NVIDIA's. `shared_memory`: most bytes of one program."""
 
     capability: tuple[int, int]
     shared_memory: int
 
     @classmethod
     def like(cls, capability: tuple[int, int]) -> Gpu:
-        """One that is not there: for ahead-of-time compiles."""
+        """Returns a GPU that need not be present, for ahead-of-time compiles."""
         return cls(capability=capability, shared_memory=BLOCKS.get(capability, LEAST) * KIB)
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu:
-        """Of a device; without a GPU the one that can do most."""
+        """Returns the limits of a device. Without a GPU it returns the most capable one."""
         if device.type != "cuda":
             return HOPPER
         capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
@@ -58,7 +59,7 @@ class Gpu:
 
     @property
     def reads_operands_in_place(self) -> bool:
-        """Tensor cores read shared memory themselves (9.0, 10.x); others take registers, and a buffer is free a step earlier."""
+        """Returns whether tensor cores read shared memory (9.0, 10.x). Others read registers and free a buffer a step earlier."""
         return self.capability[0] in (9, 10)
 
     def fits(self, size: int) -> bool:
@@ -69,7 +70,7 @@ HOPPER = Gpu.like((9, 0))
 
 
 def bytes_of(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu, group: int = 0) -> int:
-    """Shared memory of one GEMM's buffers, `SPARE` apart. `group` of 4-bit weights shares a scale; 0: as GROUPS says."""
+    """Returns the bytes of one GEMM's buffers, without `SPARE`. `group`: 4-bit weights that share a scale, 0 for GROUPS."""
     packed, sides = scheme in GROUPS, 2 if gated else 1
     size = 2 if scheme == "none" or packed else 1
     if c.specialised:
@@ -94,11 +95,11 @@ def bytes_of(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu, group
 
 
 def programs_at_once(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu, group: int = 0) -> int:
-    """How many programs of one GEMM a multiprocessor holds, at most: by shared memory, and by registers as compiled kernels
-    have them (of 65,536)."""
+    """Returns the most programs of one GEMM that a multiprocessor holds, by shared memory and by the registers (65,536 in all)
+    of compiled kernels."""
     most = 4 if c.warps <= 4 else 2
     if not gpu.reads_operands_in_place:
-        most //= 2  # mostly 150 to 255 registers a thread: operands lie there, too
+        most //= 2  # mostly 150 to 255 registers a thread, which hold operands too
     elif scheme in GROUPS:
         most = min(most, 2 if gated else 3)  # 207 to 243 registers a thread, 96 to 195 in the second GEMM
     size = bytes_of(c, bm, scheme=scheme, gated=gated, gpu=gpu, group=group)

@@ -1,7 +1,7 @@
-"""Tile sizes of the Triton experts: what a configuration says, the measured tables that we ship, and the rule without them.
+"""Tile sizes of the Triton experts: the key of a table, the shipped tables of measured tiles, and the rule without them.
 
-A table is `tuned/DEVICE.json`, written by `benchmarks/tune_experts.py`; a cell of it is one (shape, quantisation, bucket of
-tokens). Tables of this machine's own, in the same form, come from `epserve tune`: see `tile_cache`.
+`benchmarks/tune_experts.py` writes a table, `tuned/DEVICE.json`. A cell of a table is one (shape, quantisation, bucket of
+tokens). `epserve tune` writes tables of this machine in the same form: see `cache`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sizes import GemmTiles, Tiles
 ALIKE = math.log(2.9)
 """Measured cells are a factor of 4 apart, so the nearest is at most 2 away where the range covers it."""
 THICK = 128
-"""Rows of a tile from which on thicker batches take the same tiles: they only get more of them."""
+"""Rows of a tile from which on thicker batches take the same tiles, and only more of them."""
 
 Table = dict[str, dict[int, Tiles]]
 """Problem key -> bucket -> configuration."""
@@ -33,7 +33,7 @@ PACKED = ("int4", "mxfp4", "nvfp4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a table is keyed by, the bucket of tokens apart."""
+    """Holds the key of a table's row. The bucket of tokens selects the cell in the row."""
 
     scheme: str
     hidden: int
@@ -63,24 +63,24 @@ class Problem:
                    num_experts=int(total), top_k=int(top_k[1:]))  # fmt: skip
 
     def rows_per_expert(self, num_tokens: int) -> float:
-        """Expected, with every token of all ranks in the batch and even routing."""
+        """Returns the expected rows of an expert, with every token of all ranks in the batch and even routing."""
         return num_tokens * self.top_k / self.num_experts
 
 
 def read_cells(cells: dict) -> Table:
-    """The `cells` of a table's file. Raises AttributeError, KeyError, TypeError or ValueError where it is none."""
+    """Returns the table in the `cells` of a file. Raises AttributeError, KeyError, TypeError or ValueError for other content."""
     return {key: {int(b): Tiles.from_json(cell) for b, cell in rows.items()} for key, rows in cells.items()}
 
 
 @functools.cache
 def shipped(device_name: str) -> Table:
-    """From `tuned/`; empty for a device that was not measured."""
+    """Returns the table of a device from `tuned/`. It is empty for a device that was not measured."""
     file = resources.files("epserve.experts") / "tuned" / (device_name.lower().replace(" ", "_") + ".json")
     return read_cells(json.loads(file.read_text(encoding="utf-8"))["cells"]) if file.is_file() else {}
 
 
 class Picked(NamedTuple):
-    """Tiles for a batch, a sentence on where they come from, and the cell (problem key, bucket) of the table; None: the rule."""
+    """Holds the tiles for a batch, a text on their source, and the table's cell (problem key, bucket), or None for the rule."""
 
     tiles: Tiles
     why: str
@@ -90,13 +90,13 @@ class Picked(NamedTuple):
 def choose(
     problem: Problem, num_tokens: int, table: Table, *, specialised: bool, gpu: Gpu = HOPPER
 ) -> tuple[Tiles, str]:
-    """The configuration for a batch of `num_tokens`, and where it comes from. specialised: such kernels can run here."""
+    """Returns the tiles for a batch of `num_tokens` and their source. specialised: warp-specialised kernels can run here."""
     picked = pick(problem, num_tokens, table, specialised=specialised, gpu=gpu)
     return picked.tiles, picked.why
 
 
 def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool, gpu: Gpu = HOPPER) -> Picked:
-    """As `choose`, with the cell."""
+    """Returns the same tiles as `choose`, with their cell."""
     bucket = bucket_of(num_tokens)
     measured = table.get(problem.key, {}).get(bucket)
     if measured is not None and (specialised or not measured.specialised):
@@ -109,8 +109,11 @@ def pick(problem: Problem, num_tokens: int, table: Table, *, specialised: bool, 
 
 
 def _alike(problem: Problem, num_tokens: int, table: Table) -> Picked | None:
-    """What was measured for the same matrices over another number of ranks or another top-k, where each local expert gets
-    about as many rows: within a factor of 2.9, or beyond the largest batch that was measured, if its tiles are thick."""
+    """Returns tiles measured for the same matrices over another number of ranks or another top-k, or None.
+
+    Each local expert must get about as many rows: within a factor of 2.9, or more than in the largest measured batch if the
+    tiles of that batch are thick.
+    """
     rows, best = problem.rows_per_expert(num_tokens), None
     for key, cells in table.items():
         other = Problem.parse(key)
@@ -127,12 +130,12 @@ def _alike(problem: Problem, num_tokens: int, table: Table) -> Picked | None:
 
 
 def all_have_steps(split: int, steps: int) -> bool:
-    """Whether each of `split` programs gets one of the steps at least: a kernel reads its first one's scales before it counts."""
+    """Returns whether each of `split` programs gets at least one step. A kernel loads its first step's scales in any case."""
     return (split - 1) * -(-steps // split) < steps
 
 
 def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = False, gpu: Gpu = HOPPER) -> Tiles:
-    """A guess from tokens per expert, made smaller where the GPU has less shared memory than one of compute capability 9.0."""
+    """Guesses tiles from the tokens per expert, smaller on a GPU with less shared memory than compute capability 9.0 has."""
     tiles, scheme = _guess(problem, num_tokens, specialised=specialised), problem.scheme
     first = _shrunk(tiles.gate_up, tiles.bm, scheme=scheme, gated=True, gpu=gpu)
     second = _shrunk(tiles.down, tiles.bm, scheme=scheme, gated=False, gpu=gpu)
@@ -140,7 +143,7 @@ def default_tiles(problem: Problem, num_tokens: int, *, specialised: bool = Fals
 
 
 def _shrunk(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu) -> GemmTiles:
-    """Fewer stages, then shorter steps, then one load ahead, then fewer columns, until the buffers fit."""
+    """Shrinks tiles until the buffers fit: fewer stages, then shorter steps, then one load ahead, then fewer columns."""
     block, packed = scheme == "fp8_block", scheme in PACKED
     bk = c.bk if block or packed else 64  # blocks and groups of scales are whole
     steps = [("stages", 3), ("bk", bk), ("stages", 2), ("bn", c.bn if block and gated else 64)]
@@ -152,12 +155,12 @@ def _shrunk(c: GemmTiles, bm: int, *, scheme: str, gated: bool, gpu: Gpu) -> Gem
 
 
 def _guess(problem: Problem, num_tokens: int, *, specialised: bool) -> Tiles:
-    """Thin tiles swap the operands; few tiles split the inner dimension over programs."""
+    """Guesses tiles. Thin tiles swap the operands, and few tiles split the inner dimension over programs."""
     rows = problem.rows_per_expert(num_tokens)
     block, half = problem.scheme == "fp8_block", problem.scheme == "none"
     if (
         problem.scheme in PACKED
-    ):  # widened in registers, so small tiles; the thin ones leave the weights on WGMMA's wide side
+    ):  # widening in registers needs small tiles, and thin tiles leave the weights on WGMMA's wide side
         swap = rows <= 24
         gemm = GemmTiles(bn=64, bk=128, swap=swap, group=1 if swap else 4, warps=4, stages=3)
         return Tiles(bm=16 if rows <= 8 else 32 if swap else 64, gate_up=gemm, down=gemm)

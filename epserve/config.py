@@ -16,7 +16,7 @@ from .errors import ConfigError
 
 MIB = 1 << 20
 GPU_PART = 1e-4
-"""Ray keeps resources as whole multiples of this."""
+"""Ray keeps resources as whole multiples of this part."""
 
 
 class _Section(BaseModel):
@@ -25,7 +25,7 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for 1, and YAML takes yes, on and no for switches."""
+        """Rejects switches given for numbers. Pydantic takes true for 1, and YAML takes yes, on and no for switches."""
         wants = cls.model_fields[str(info.field_name)].annotation
         items = value if isinstance(value, list | tuple) else [value]
         if wants is not bool and any(isinstance(item, bool) for item in items):
@@ -37,9 +37,9 @@ class ModelConfig(_Section):
     path: Path
     """Folder with config.json and safetensors, or a GGUF file or a folder with one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of activations and unquantised weights; auto: the checkpoint's own."""
+    """Dtype of activations and unquantised weights. auto: the checkpoint's own."""
     layers: tuple[int, ...] = ()
-    """Which MoE layers to serve; empty: all."""
+    """Numbers of the MoE layers to serve. Empty: all."""
 
 
 class EngineConfig(_Section):
@@ -50,68 +50,72 @@ class EngineConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees a GPU, else cpu."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """So many ranks share each expert by slices of its intermediate size; `ranks` counts all of them."""
+    """Number of ranks that share each expert by slices of its intermediate size. `ranks` counts all of them."""
     all2all: str = "auto"
     """Name of an all-to-all backend (`epserve compat` lists them), auto, or measured: each step then takes the one of
     `all2all_candidates` that was fastest for its number of tokens at start-up."""
     all2all_candidates: tuple[str, ...] = ()
-    """With all2all measured: which backends; empty: those that can run here."""
+    """With all2all measured: names of the backends to measure. Empty: all backends that can run here."""
     all2all_budget_mib: Annotated[int, Field(ge=0)] = 0
-    """With all2all measured: most memory of all candidates' buffers and the workspaces that they share, on each rank; 0: no
-    limit of its own."""
+    """With all2all measured: most memory on each rank for all candidates' buffers and the workspaces that they share. 0: no
+    separate limit."""
     low_latency_max_tokens: Annotated[int, Field(ge=1)] = 128
-    """With all2all measured: cap of candidates that keep a block of rows for each expert, whose buffers grow with it."""
+    """With all2all measured: cap of tokens for candidates that keep a block of rows for each expert. Their buffers grow with
+    it."""
     batches_in_flight: Annotated[int, Field(ge=1, le=2)] = 1
     """2: a step runs as two halves, and one's communication hides behind the other's experts."""
     overlap_min_tokens: Annotated[int, Field(ge=2)] = 512
     """With two batches in flight: steps whose busiest rank has fewer tokens are not cut in halves."""
     cuda_graph_tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Sizes for which steps are captured as CUDA graphs at warm-up: tokens of the busiest rank, ascending, such as
-    [1, 8, 32, 128]. A step is padded to the next one; larger steps, and all steps on the CPU, run eagerly. Empty: none."""
+    [1, 8, 32, 128]. A step is padded to the next size. Larger steps, and all steps on the CPU, run eagerly. Empty: none."""
     experts: str = "auto"
-    """Name of an experts backend, or auto: of those that fit, each rank takes the one that was fastest there for the rows that
-    it has. With combine_order slot auto takes the first that fits, as a name does."""
+    """Name of an experts backend, or auto: each rank takes, among the backends that fit, the one that was fastest there for
+    its number of rows. With combine_order slot, auto takes the first backend that fits, for all numbers of rows."""
     experts_timing_s: Annotated[float, Field(ge=0)] = 3.0
-    """With experts auto: most seconds that each rank spends on timing at its start; 0: none, the first that fits serves. What
-    has been measured before is read from the file of times, which `epserve tune` fills without a start."""
+    """With experts auto: most seconds that each rank spends on timing at its start. 0: no timing, the first backend that fits
+    serves. Earlier measurements come from the file of times, which `epserve tune` fills without a start."""
     experts_times: Path | None = Path("~/.cache/epserve/experts.json")
-    """File of measured times, on each rank's host; null: none, each start measures."""
+    """File of measured times, on each rank's host. null: no file, each start measures."""
     experts_tiles: Literal["auto", "shipped"] | Path = "auto"
-    """Tiles of the Triton kernels. auto: those that `epserve tune` measured on the rank's host, else the shipped ones; shipped:
-    never the host's own. A file, on each rank's host: its table in place of the host's own; it must be right."""
+    """Tiles of the Triton kernels. auto: the tiles that `epserve tune` measured on the rank's host, else the shipped ones.
+    shipped: never the host's own. A file on each rank's host: its table replaces the host's own and must be valid."""
     experts_tiles_folder: Path = Path("~/.cache/epserve/tiles")
-    """Tables that `epserve tune` writes, on each rank's host. Those of another GPU, driver or version are left aside."""
+    """Folder of the tables that `epserve tune` writes, on each rank's host. Ranks ignore tables of another GPU, driver or
+    version."""
     experts_tiles_timing_s: Annotated[float, Field(ge=0)] = 0.0
-    """Most seconds that each rank spends at its start on timing a few tiles for what no table of its host has; 0: none. Needs
-    experts_tiles auto."""
+    """Most seconds that each rank spends at its start on timing a few tiles for shapes that no table of its host has. 0: none.
+    Needs experts_tiles auto."""
     cpu_threads: Annotated[int, Field(ge=1)] | None = None
     """Most threads that a rank on a CPU computes with. null: its fair share of its host's cores, and no more than OMP_NUM_THREADS
-    where the service's environment sets that. Above the share the rank takes the share and says so."""
+    if the service's environment sets it. Above the share the rank takes the share and says so."""
     max_tokens_per_rank: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
-    """Cap of one round on each rank; buffers and workspaces are sized by it. Longer batches run in several rounds."""
+    """Cap of tokens of one round on each rank. It sizes buffers and workspaces. Longer batches run in several rounds."""
     combine_order: Literal["rank", "slot"] = "rank"
-    """rank: partial sums of each rank are added, fewest bytes; last bits may change when experts move. slot: the same bits for
-    any number of ranks and wherever the experts are, at the price of more bytes and of the all-to-alls that cannot do it."""
+    """rank: adds the partial sums of each rank, which sends the fewest bytes. The last bits may change when experts move.
+    slot: gives the same bits for any number of ranks and any placement. It sends more bytes, and some all-to-alls cannot do
+    it."""
     dispatch_quantised: bool = True
     """Send rows in fp8 where the checkpoint and the backend both allow it."""
     experts_per_rank: tuple[int, ...] = ()
-    """Physical experts on each rank; empty: as even as it gets."""
+    """Physical experts on each rank. Empty: as even as possible."""
     redundant_experts: Annotated[int, Field(ge=0)] = 0
-    """Slots beyond one for each expert of a layer: copies of busy experts. As many as the model has experts: each has two
-    copies on two ranks, and the loss of one rank is bridged without a spare."""
+    """Slots beyond one for each expert of a layer. They hold copies of busy experts. With as many slots as the model has
+    experts, each expert has two copies on two ranks, and the service survives the loss of one rank without a spare."""
     spares: Annotated[int, Field(ge=0)] = 0
     """Started processes, one GPU each on GPU hosts, that take over from ranks that die or hang."""
     spare_weights: Literal["checkpoint", "host"] = "checkpoint"
-    """Where a spare gets its experts: read when it takes over, or from copies of all experts that it keeps in host memory."""
+    """Source of a spare's experts. checkpoint: it reads them when it takes over. host: it keeps copies of all experts in host
+    memory."""
     standbys: Annotated[int, Field(ge=0, le=64)] = 1
-    """Processes on each node that have imported what a rank needs and hold neither weights nor a GPU: a new rank on that node
+    """Processes on each node that have imported a rank's modules and hold neither weights nor a GPU. A new rank on that node
     starts from one, seconds sooner. They cost host memory (the recovery page has the number)."""
     when_experts_missing: Literal["wait", "refuse", "serve_without"] = "wait"
-    """While a rank without spare or copies is replaced: all requests wait until their deadline; or the other ranks go on,
-    and requests get UNAVAILABLE whose tokens need experts that are on no rank (refuse), or are answered without those
-    experts, which the reply then names (serve_without)."""
+    """Behaviour while a rank without spare or copies is replaced. wait: all requests wait until their deadline. refuse: the
+    other ranks go on, and requests whose tokens need experts that are on no rank get UNAVAILABLE. serve_without: the other
+    ranks go on and answer without those experts, which the reply then names."""
     rebalance_every_s: Annotated[float, Field(ge=0)] = 0.0
-    """Look at the load of experts so often and move them where that pays; 0: only when asked."""
+    """Seconds between two looks at the load of experts, which move experts when that pays. 0: only on request."""
     rebalance_above: Annotated[float, Field(ge=1)] = 1.2
     """The timer moves a layer's experts where the busiest rank has more than this times the mean."""
 
@@ -141,22 +145,22 @@ class ClusterConfig(_Section):
     """Where Ray runs."""
 
     address: str = "local"
-    """local: start a Ray of our own and stop it afterwards; auto or host:port: join a running cluster."""
+    """local: the service starts its own Ray and stops it afterwards. auto or host:port: it joins a running cluster."""
     cpus_per_rank: Annotated[float, Field(ge=0)] = 0.1
     """Ray CPUs reserved for each rank."""
     gpus_per_rank: Annotated[float, Field(ge=0)] = 1.0
-    """GPUs that Ray sets aside for each rank, with device cuda. Below 1 ranks share a GPU (0.5: two on each), which is for
-    trials on a machine with few GPUs, not for speed; spares count too."""
+    """GPUs that Ray sets aside for each rank and each spare, with device cuda. Below 1 ranks share a GPU (0.5: two on each),
+    which is for trials on a machine with few GPUs, not for speed."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Strategy of the placement group: PACK onto few hosts or SPREAD over many; STRICT_ makes it a condition."""
+    """Strategy of the placement group: PACK onto few hosts or SPREAD over many. STRICT_ makes it a condition."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """How long all ranks together may take to load and to run their first step."""
+    """Most seconds that all ranks together may take to load and to run their first step."""
     data_path: Literal["auto", "shared_memory", "sockets"] = "auto"
-    """How activations reach the ranks. auto: through shared memory on the front end's host, over sockets elsewhere.
-    sockets: always; shared_memory: always, and a rank on another host is an error."""
+    """Path of activations to the ranks. auto: shared memory on the front end's host, sockets elsewhere. sockets: always
+    sockets. shared_memory: always shared memory, and a rank on another host is an error."""
     shared_memory_bytes: Annotated[int, Field(ge=MIB)] = 1024 * MIB
-    """Most shared memory for activations on their way to the ranks and back. What finds no room goes over the sockets.
-    Ranks on GPUs pin all of it."""
+    """Most shared memory for activations on their way to the ranks and back. Activations that find no room go over the
+    sockets. Ranks on GPUs pin all of it."""
 
     @model_validator(mode="after")
     def _parts_of_gpus(self):
@@ -173,7 +177,7 @@ class ClusterConfig(_Section):
 
     @property
     def ranks_per_gpu(self) -> int:
-        """The most ranks and spares that may find themselves on one GPU."""
+        """Returns the most ranks and spares that may share one GPU."""
         return max(int(1 / self.gpus_per_rank + 1e-6), 1) if self.gpus_per_rank else 1
 
 
@@ -181,86 +185,90 @@ class SchedulerConfig(_Section):
     """How requests become steps."""
 
     max_queued_tokens: Annotated[int, Field(ge=1)] = 65536
-    """Per layer. Above it callers get RESOURCE_EXHAUSTED with a retry delay: the newcomer, or who holds most of the queue."""
+    """Most queued tokens of each layer. Above it a caller gets RESOURCE_EXHAUSTED with a retry delay: the newcomer, or the
+    client that holds most of the queue."""
     max_step_tokens: Annotated[int, Field(ge=1)] = 16384
     """Most tokens that are joined into one step, over all ranks."""
     join_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """How long a step may wait for more requests while the ranks are idle and several clients are at work."""
+    """Most milliseconds that a step waits for more requests while the ranks are idle and several clients are at work."""
     join_wait_share: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """That wait is never longer than this share of the mean time of recent steps."""
+    """Longest wait of join_wait_ms as a share of the mean time of recent steps."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
-    """A rank that is silent for so long counts as hung: its process is killed and replaced. Lower is quicker, and on a
-    crowded machine riskier."""
+    """A rank that is silent for this many seconds counts as hung: its process is killed and replaced. A lower value reacts
+    sooner, and is riskier on a crowded machine."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """A step that takes longer counts as hung: its ranks are replaced."""
+    """A step that takes longer than this many seconds counts as hung: its ranks are replaced."""
     default_deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """For callers that send none."""
+    """Deadline in seconds for callers that send none."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long SIGTERM waits for accepted requests."""
+    """Most seconds that SIGTERM waits for accepted requests."""
 
 
 class ServerConfig(_Section):
     host: str = "127.0.0.1"
-    """Address to listen on; loopback unless told otherwise."""
+    """Address to listen on. The default is loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
-    """0: the system picks one; it is printed and in the ready file."""
+    """Port of the gRPC server. 0: the system picks one, which the log and the ready file name."""
     front_ends: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes on this host that serve clients, this one included, which orders the steps of all. Each further one listens
-    on the next port (and the next metrics_port); port 0: the system picks one for each."""
+    """Processes on this host that serve clients. The first one orders the steps of all. Each further one listens on the next
+    port (and the next metrics_port). Port 0: the system picks one for each."""
     join_port: Annotated[int | None, Field(ge=0, le=65535)] = None
-    """Set: front ends on other hosts can join here (`epserve front-end --join HOST:PORT`), on `host`. Not encrypted, as the
-    paths to the ranks: for the cluster's own network. 0: the system picks one; it is in the log and the ready file."""
+    """Set: front ends on other hosts can join at this port of `host` (`epserve front-end --join HOST:PORT`). The connection is
+    not encrypted, like the paths to the ranks, so keep it inside the cluster's network. 0: the system picks a port, which the
+    log and the ready file name."""
     join_secret_file: Path | None = None
-    """File with a secret of at least 16 characters that joining front ends must know; needed with join_port."""
+    """File with a secret of at least 16 characters that joining front ends must know. Required with join_port."""
     max_message_bytes: Annotated[int, Field(ge=1024)] = 256 * MIB
     """Largest gRPC message, and largest framed request."""
     max_tokens_per_request: Annotated[int, Field(ge=1)] = 16384
     """Longer requests get OUT_OF_RANGE."""
     max_concurrent_streams: Annotated[int, Field(ge=1)] = 1024
-    """For each client connection."""
+    """Most concurrent streams of each client connection."""
     max_in_flight_per_stream: Annotated[int, Field(ge=1)] = 64
-    """Calls of one ForwardStream that run at once; then nothing more is read from that client."""
+    """Most calls of one ForwardStream that run at once. At the limit the server reads nothing more from that client."""
     max_priority: Literal["low", "normal", "high"] = "normal"
     """Highest priority that a request may ask for, unless its client's line in the tokens file says otherwise."""
     max_buffered_bytes: Annotated[int, Field(ge=1024)] = 1024 * MIB
-    """Bytes of all requests that are here at once and of their replies, until these are sent; above it callers get
-    RESOURCE_EXHAUSTED. As many bytes may be here of messages that are not whole; above it connections lose their calls."""
+    """Most bytes of all requests that the server holds at once and of their replies until they are sent. Above it callers get
+    RESOURCE_EXHAUSTED. Incomplete messages may hold as many bytes again. Above that connections lose their calls."""
     unix_socket: Path | None = None
-    """Set: also listen on a Unix-domain socket of this path, which only the server's own user can open. Never with TLS."""
+    """Set: the server also listens on a Unix-domain socket of this path, which only its own user can open. Never with TLS."""
     inference_protocol: bool = True
-    """Serve the Open Inference Protocol (KServe v2) too: a layer is a model."""
+    """Serve the Open Inference Protocol (KServe v2) too. A layer is a model there."""
     regions: bool = True
     """Let clients on this host register shared-memory regions."""
     cuda_regions: bool = True
-    """Let them register memory of GPUs too (CUDA IPC), of GPUs on which ranks of this host compute; with `regions` only."""
+    """Let clients on this host register GPU memory too (CUDA IPC), on GPUs where ranks of this host compute. Works only with
+    `regions`."""
     max_region_bytes: Annotated[int, Field(ge=1)] = 16384 * MIB
     """Largest region that a client may register. It costs the server a file descriptor, no memory."""
     region_lease_s: Annotated[float, Field(gt=0)] = 600.0
-    """A region that was registered over the Open Inference Protocol is forgotten when it was not used for so long."""
+    """Seconds without use after which the server forgets a region that was registered over the Open Inference Protocol."""
     tls_cert: Path | None = None
-    """PEM file of the server certificate; set with tls_key to turn TLS on."""
+    """PEM file of the server certificate. Set it with tls_key to turn TLS on."""
     tls_key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of the certificate's private key."""
     tls_client_ca: Path | None = None
     """Set: clients must present a certificate that this authority signed."""
     tokens_file: Path | None = None
-    """One bearer token a line, perhaps with a name and limits; set: every call needs `authorization: Bearer TOKEN`.
-    Read again on SIGHUP and when it changes."""
+    """File with one bearer token a line, optionally with a name and limits. Set: every call needs
+    `authorization: Bearer TOKEN`. The server reads it again on SIGHUP and when it changes."""
     metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     """Set: Prometheus metrics, the status page and /healthz over HTTP on this port of `host`, with the same TLS and tokens.
     0: the system picks one."""
     metrics_expert_series: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Most Prometheus series of tokens by expert; with more experts, neighbours share one."""
+    """Most Prometheus series of tokens by expert. With more experts, neighbours share a series."""
     otlp_endpoint: str = ""
     """Set: OpenTelemetry traces go to this OTLP/gRPC collector, such as http://127.0.0.1:4317. Needs the extra `tracing`."""
     trace_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the calls that are traced, of those whose client has not decided."""
+    """Share of calls that are traced, among the calls whose client has not decided."""
     log_format: Literal["text", "json"] = "text"
-    """Of the service's log on stderr and of the ranks' in Ray's log folder; json: one object a line, with request ids."""
+    """Format of the service's log on stderr and of the ranks' logs in Ray's log folder. json: one object a line, with request
+    ids."""
     reflection: bool = True
     """Serve the gRPC reflection service, which lists methods and messages."""
     allow_insecure: bool = False
-    """Needed to listen beyond loopback without TLS."""
+    """Permission to listen beyond loopback without TLS."""
 
     @model_validator(mode="after")
     def _secure(self):
@@ -286,12 +294,12 @@ class ServerConfig(_Section):
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Of each front end on this host."""
+        """Returns the port of each front end on this host."""
         return tuple(self.port and self.port + number for number in range(self.front_ends))
 
     @property
     def all_metrics_ports(self) -> tuple[int, ...]:
-        """Of each front end on this host; empty without metrics."""
+        """Returns the metrics port of each front end on this host. Empty without metrics."""
         first = self.metrics_port
         return () if first is None else tuple(first and first + number for number in range(self.front_ends))
 
@@ -305,15 +313,18 @@ class Config(_Section):
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Read a YAML file; `overrides` maps dotted keys ("server.port") to values. Raises ConfigError, one clear message."""
+    """Reads a YAML file. `overrides` maps dotted keys ("server.port") to values. Raises ConfigError with one message."""
     return parse_config(_overridden(read_mapping(Path(path), "configuration file"), overrides), str(path))
 
 
 def load_front_end(
     path: str | Path | None, overrides: dict[str, Any] | None = None
 ) -> tuple[ServerConfig, SchedulerConfig]:
-    """Of a front end that joins: what it serves, and its default deadline and drain. As `load_config`; the service's own
-    file will do, whose other sections do not count. What is for the process that it joins is left out."""
+    """Returns the configuration of a front end that joins: its server, and its default deadline and drain.
+
+    It reads a file as `load_config` does. The service's own file will do, since the sections engine, cluster and model are
+    ignored. The keys front_ends, join_port and join_secret_file of that file are reset to their defaults.
+    """
     data = _overridden(read_mapping(Path(path), "configuration file") if path is not None else {}, overrides)
     sections = {name: data[name] for name in data if name not in ("engine", "cluster", "model")}
     config = parse_config({**sections, "model": {"path": "."}}, str(path or "command line"))
@@ -322,7 +333,7 @@ def load_front_end(
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """YAML's own loader takes the last of two equal keys, and what the first said is lost without a word."""
+    """Rejects equal keys. YAML's own loader takes the last of two equal keys and drops the first in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -340,7 +351,7 @@ class _NoDuplicates(yaml.SafeLoader):
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """A YAML file's mapping; `what` it is, for messages. Raises ConfigError, for two equal keys as well."""
+    """Returns a YAML file's mapping. `what` names the file in messages. Raises ConfigError, for two equal keys as well."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except FileNotFoundError:
@@ -355,7 +366,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
-    """Raises ConfigError for a key below what is no section."""
+    """Returns `data` with the overrides set. Raises ConfigError for a key below a value that is not a section."""
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")
         target = data
@@ -370,7 +381,7 @@ def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[
 
 
 def read_token(path: Path) -> str:
-    """The first word of a client's token file. Raises ConfigError."""
+    """Returns the first word of a client's token file. Raises ConfigError when it is empty or unreadable."""
     try:
         return path.read_text(encoding="utf-8").split()[0]
     except IndexError:
@@ -380,7 +391,7 @@ def read_token(path: Path) -> str:
 
 
 def read_secret(path: Path) -> bytes:
-    """What front ends know that may join. Raises ConfigError."""
+    """Returns the secret that joining front ends must know. Raises ConfigError when it is unreadable or too short."""
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -392,7 +403,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def parse_config(data: dict[str, Any], source: str = "configuration") -> Config:
-    """Raises ConfigError that lists every wrong key with what is allowed."""
+    """Checks a configuration. Raises ConfigError that lists every wrong key with its allowed values."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -418,7 +429,7 @@ def _explain(item) -> str:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
     close = difflib.get_close_matches(str(item["loc"][-1]), section.model_fields, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    # The right word in the wrong section is nearer than any other word.
+    # The right key in the wrong section is nearer than any other key.
     for name, field in Config.model_fields.items():
         if len(item["loc"]) == 2 and item["loc"][1] in field.annotation.model_fields:  # type: ignore[union-attr]
             hint = f"; did you mean '{name}.{item['loc'][1]}'?"

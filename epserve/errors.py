@@ -1,21 +1,21 @@
-"""Every error that epserve raises on purpose, whose fault it is, and the gRPC status that a caller sees.
+"""All errors that epserve raises on purpose: the party at fault, and the gRPC status that a caller sees.
 
     EpserveError
-    ├── CallerError (also ValueError)      the request is wrong; sending it again will not help
+    ├── CallerError (also ValueError)      the request is wrong, and sending it again does not help
     │   ├── InvalidRequest                 INVALID_ARGUMENT    a field's dtype, shape, ids or values
     │   ├── UnknownLayer                   NOT_FOUND           no such MoE layer in the served model
     │   ├── TooLarge                       OUT_OF_RANGE        above a configured limit, named in the message
     │   ├── NotFinite                      OUT_OF_RANGE        the result of finite values passed the largest number
     │   ├── Unauthenticated                UNAUTHENTICATED     missing or wrong token
     │   └── PermissionDenied               PERMISSION_DENIED   a known client that may not do this
-    ├── OperatorError                      the set-up is wrong; raised before anything is served
+    ├── OperatorError                      the set-up is wrong. Raised before anything is served
     │   ├── ConfigError                    FAILED_PRECONDITION unknown key, impossible combination, missing package
     │   ├── CheckpointError                FAILED_PRECONDITION missing, surplus, misshapen or truncated tensors
     │   ├── Incompatible                   FAILED_PRECONDITION two parts that do not fit, with every reason
     │   └── ClusterError                   FAILED_PRECONDITION a node that cannot be reached, joined or used, and why
-    ├── ServiceError                       ours; `retryable` says whether the same request may succeed later
+    ├── ServiceError                       the service failed. `retryable` says whether the request may succeed later
     │   ├── Overloaded                     RESOURCE_EXHAUSTED  retryable: the queue is full
-    │   ├── RankFailed                     UNAVAILABLE         retryable: a rank died or hung; it is being replaced
+    │   ├── RankFailed                     UNAVAILABLE         retryable: a rank died or hung and is being replaced
     │   │   └── ExpertsMissing             UNAVAILABLE         retryable: tokens need experts that no rank holds now
     │   ├── NotReady                       UNAVAILABLE         retryable: starting, recovering or draining
     │   ├── DeadlineExceeded               DEADLINE_EXCEEDED   the caller's deadline passed
@@ -38,7 +38,7 @@ class EpserveError(Exception):
 
 
 class CallerError(EpserveError, ValueError):
-    """The request is at fault. `field`: the one that is, empty where it is none of them."""
+    """The request is at fault. `field` names the wrong field. It is empty when no single field is wrong."""
 
     grpc_status = "INVALID_ARGUMENT"
 
@@ -48,7 +48,7 @@ class CallerError(EpserveError, ValueError):
 
 
 class InvalidRequest(CallerError):
-    """A field of the request cannot be served; the message names the field, what came and what is allowed."""
+    """A field of the request cannot be served. The message names the field, its value and the allowed values."""
 
 
 class UnknownLayer(CallerError):
@@ -60,7 +60,7 @@ class TooLarge(CallerError):
 
 
 class NotFinite(CallerError):
-    """The request's values are finite, its result is not; the message names layer and rows. It concerns no other request."""
+    """The request's values are finite, its result is not. The message names layer and rows. Other requests are unaffected."""
 
     grpc_status = "OUT_OF_RANGE"
 
@@ -88,7 +88,7 @@ class CheckpointError(OperatorError):
 
 
 class Incompatible(OperatorError):
-    """Parts that do not fit together; `reasons` lists each of them."""
+    """Two or more parts do not fit together. `reasons` lists every reason."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()):
         super().__init__(message + "".join(f"\n  - {reason}" for reason in reasons))
@@ -96,7 +96,7 @@ class Incompatible(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """`epserve cluster`: nodes that cannot be reached, do not join or do not suffice; the message says which and why."""
+    """`epserve cluster` finds nodes that cannot be reached, do not join or do not suffice. The message names them and why."""
 
 
 class ServiceError(EpserveError):
@@ -118,9 +118,9 @@ class RankFailed(ServiceError):
 
 
 class ExpertsMissing(RankFailed):
-    """`experts`: logical ids that tokens of the request chose, and that are on no rank until a process has started.
+    """Tokens of the request chose experts that are on no rank until a new process has started.
 
-    A client knows them from the message.
+    `experts` holds their logical ids. A client reads them from the message.
     """
 
     def __init__(self, message: str, *, layer: int = -1, experts: Collection[int] = ()):

@@ -1,6 +1,7 @@
-"""Blocks of one shared mapping, or of other memory: free again when the last object over them has gone. Standard library only.
+"""Blocks of one shared mapping or of other memory. A block is free again when the last object over it is gone.
 
-NOTE: finalizers of tensors run at any time, in any thread, so that they only append to a queue.
+The module uses the standard library only.
+NOTE: finalizers of tensors run at any time, in any thread, so they only append to a queue.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import weakref
 from typing import Any
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and enough for every dtype."""
+"""In bytes: a cache line, which is enough for every dtype."""
 
 
 class Spans:
-    """Which parts of `size` bytes are free. First fit from low addresses. From any thread."""
+    """Tracks the free parts of `size` bytes. First fit from low addresses. Thread-safe."""
 
     def __init__(self, size: int):
         self.size = size
@@ -29,7 +30,7 @@ class Spans:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int | None:
-        """Where a piece begins; None where none is large enough. `free_with` says when it comes back."""
+        """Returns the offset of a free piece, or None when none is large enough. `free_with` says when it is free again."""
         wanted = _rounded(nbytes)
         with self._lock:
             self._collect()
@@ -40,7 +41,7 @@ class Spans:
         return None
 
     def free_with(self, holder: Any, offset: int, nbytes: int) -> None:
-        """A piece is free again when `holder` has gone."""
+        """Frees a piece when `holder` is gone."""
         weakref.finalize(holder, self._returned.append, (offset, _rounded(nbytes))).atexit = False
 
     def room(self) -> tuple[int, int]:
@@ -70,7 +71,7 @@ def _rounded(nbytes: int) -> int:
 
 
 class Blocks:
-    """Of a mapping. First fit from low addresses, so that the pages that were used last are used again. From any thread."""
+    """Hands out blocks of a mapping. First fit from low addresses, so that recently used pages are reused. Thread-safe."""
 
     def __init__(self, mapping: mmap.mmap):
         self.size = len(mapping)
@@ -80,7 +81,7 @@ class Blocks:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Any:
-        """A ctypes array of `nbytes`; None where no piece is large enough, or after close()."""
+        """Returns a ctypes array of `nbytes`, or None when no piece is large enough or after close()."""
         with self._lock:
             if self._map is None:
                 return None
@@ -93,7 +94,7 @@ class Blocks:
         return block
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in the mapping these bytes lie; None: elsewhere."""
+        """Returns the offset of these bytes in the mapping, or None when they lie elsewhere."""
         offset = address - self._start
         return offset if 0 <= offset <= self.size - nbytes else None
 
@@ -102,7 +103,7 @@ class Blocks:
         return self._spans.room()
 
     def close(self) -> None:
-        """Blocks that are in use keep the mapping; the last of them unmaps it."""
+        """Closes the mapping. Blocks in use keep it, and the last of them unmaps it."""
         with self._lock:
             mapping, self._map = self._map, None
         if mapping is not None:
@@ -112,5 +113,5 @@ class Blocks:
 
 @functools.lru_cache(maxsize=256)
 def _array_type(nbytes: int) -> Any:
-    """ctypes makes a new type for each size, which takes longer than all else here."""
+    """Caches ctypes array types: making one for each size takes longer than all other work here."""
     return ctypes.c_char * nbytes

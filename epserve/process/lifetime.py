@@ -1,4 +1,4 @@
-"""How a process of the service lives: signals that end it after a drain, and the file that says that it is ready."""
+"""The life of a service process: signals end it after a drain, and a file says that it is ready."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from . import service_manager
 log = logging.getLogger(__name__)
 
 START_STOP_S = 2.0
-"""Nothing has been accepted during a start, so that nothing is worth a longer wait: Ray's own start cannot be broken off for up
-to half a minute."""
+"""Longest wait for a start that a signal ends. A starting service has accepted nothing, so a longer wait has no use. Ray's own
+start cannot be cancelled for up to half a minute."""
 KILL_S = 5.0
 AGAIN_S = 5.0
-"""Between two attempts to write the ready file."""
+"""Seconds between two attempts to write the ready file."""
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 Listen = Callable[[Callable[[], None]], None]
-"""Once everything runs: takes what SIGHUP is to do."""
+"""Called once everything runs. It takes the function that SIGHUP calls."""
 
 
 def _nothing() -> None: ...
@@ -42,18 +42,22 @@ def _nothing() -> None: ...
 async def until_signalled(
     work: Callable[[Listen], Coroutine], *, own_process: bool = False, farewell: Callable[[], None] = _nothing
 ) -> int:
-    """Run `work` until it ends, or until SIGTERM or SIGINT cancel it; a second one ends the process and all it started.
+    """Runs `work` until it ends, or until SIGTERM or SIGINT cancels it. A second signal ends the process and its descendants.
 
-    Returns the process's exit code: 0, or 128 + the signal's number where that came before `work` called `listen`.
-    own_process: this process is for `work` alone. A start that does not end within START_STOP_S is then ended with the process.
-    farewell: what is to be done where the process is ended so, without the clean-up of whoever runs in it.
+    Args:
+        work: the coroutine function to run.
+        own_process: this process is for `work` alone. If a cancelled start does not end within START_STOP_S, the process ends.
+        farewell: runs before the process is ended that way, since other clean-up then does not run.
+
+    Returns:
+        The process's exit code: 0, or 128 + the signal's number when the signal came before `work` called `listen`.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     ready, code = False, 0
 
-    # NOTE: not by the loop's own handlers: the loop may be what is stuck.
+    # NOTE: the loop's own handlers would not do, since the loop itself may be stuck.
     def on_signal(number: int, frame: Any) -> None:
         nonlocal code
         arm(partial(_at_once, farewell))
@@ -82,7 +86,7 @@ async def until_signalled(
             raise
         log.debug("the start that was given up ended with an error", exc_info=True)
     finally:
-        # After a signal the handler of a second one stays: Python still waits for threads that cannot be cancelled.
+        # After a signal the handler stays for a second one: Python still waits for threads that cannot be cancelled.
         if not stop.is_set():
             for each, handler in before.items():
                 signal.signal(each, handler)
@@ -108,17 +112,17 @@ def _at_once(farewell: Callable[[], None], number: int, frame: Any) -> None:
 
 
 def end_all(number: int, farewell: Callable[[], None] = _nothing) -> None:
-    """This process as by the signal, and all that it started.
+    """Ends this process as the signal would, and all its descendants.
 
-    Ray's processes and the ranks are ours where we started them; left alone, some would live for another minute.
-    NOTE: no clean-up by Python's or Ray's own hooks, which wait ten seconds for a start that is under way.
+    The descendants are Ray's processes and the ranks that this process started. Some would otherwise live another minute.
+    NOTE: Python's and Ray's own exit hooks do not run. They wait ten seconds for a start that is under way.
     """
     _say_no_more()
-    # Linux only: what loses its parent becomes our child, and is found.
+    # Linux only: a process that loses its parent becomes a child of this one, and is found.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + KILL_S
-    # Again and again: some were just being started.
+    # The loop repeats, since some processes were just being started.
     while (left := node.descendants({os.getpid()})) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -131,14 +135,14 @@ def end_all(number: int, farewell: Callable[[], None] = _nothing) -> None:
 
 
 def _say_no_more() -> None:
-    """Errors of a start whose processes are being killed mean nothing, and other threads would print them as tracebacks."""
+    """Silences logs and tracebacks. Errors of a start whose processes are being killed mean nothing."""
     logging.disable()
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def claim(ready_file: Path) -> None:
-    """Removes what a killed service left; raises ConfigError now rather than when every rank has loaded."""
+    """Removes the file of a killed service. Raises ConfigError now rather than when every rank has loaded."""
     try:
         ready_file.unlink(missing_ok=True)
         scratch = ready_file.with_suffix(".tmp")
@@ -150,9 +154,9 @@ def claim(ready_file: Path) -> None:
 
 @contextmanager
 def write_ready(ready_file: Path | None, facts: Mapping[str, Any]) -> Iterator[None]:
-    """The service manager is told, and the file is there, whole, while the block runs.
+    """Tells the service manager, and keeps the complete file in place while the block runs.
 
-    Where it cannot be written, as on a full disk, the block runs all the same and the file is tried again.
+    If the file cannot be written (a full disk), the block runs all the same and a thread tries again.
     """
     service_manager.notify(service_manager.READY, f"STATUS=serving on port {facts.get('port')}")
     with _file_there(ready_file, facts) if ready_file is not None else contextlib.nullcontext():
@@ -186,7 +190,7 @@ def _file_there(ready_file: Path, facts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _written(ready_file: Path, facts: Mapping[str, Any]) -> str:
-    """Why the file could not be written; empty: it is there."""
+    """Writes the file. Returns the reason of a failure, or an empty string."""
     scratch = ready_file.with_suffix(".tmp")
     try:
         scratch.write_text(json.dumps(facts), encoding="utf-8")
@@ -206,7 +210,7 @@ def _write_later(ready_file: Path, facts: Mapping[str, Any], over: threading.Eve
 
 
 async def _until(stop: asyncio.Event, work: Coroutine) -> None:
-    """Run `work`; when `stop` comes first (the ranks may still be loading), cancel it and let it clean up."""
+    """Runs `work`. When `stop` is set first (the ranks may still be loading), cancels `work` and lets it clean up."""
     task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """Log lines as text or JSON, with request ids and without secrets. Standard library only.
 
 A template such as `"request=%s status=%s %s"` names its values, so the JSON form has them as members `request` and `status`
-with their own types; nothing has to be logged twice.
+with their own types. Nothing has to be logged twice.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 request_id: ContextVar[str] = ContextVar("epserve_request_id", default="")
-"""Of the request that the present task works for; every line that it logs carries it."""
+"""Id of the request that the present task works for. Every line that the task logs carries it."""
 trace_id: ContextVar[str] = ContextVar("epserve_trace_id", default="")
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _PROSE = r"(?!(?<=authorization: )(?!bearer\b|basic\b)[a-z]+ [a-z]+\b)"
-"""Our own refusals say "authorization: missing or unknown bearer token"; a header has a scheme there, or one word."""
+"""Excludes epserve's own refusals ("authorization: missing or unknown bearer token"). A header has a scheme or one word there."""
 _NAMED = re.compile(rf"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*){_PROSE}['\"]?[^\s,'\"]+")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
 
 
 def redact(text: str) -> str:
-    """Without bearer tokens, passwords and what else looks like one."""
+    """Returns `text` without bearer tokens, passwords and text that looks like one."""
     return _NAMED.sub(r"\1***", _CREDENTIALS.sub(r"\1 ***", text))
 
 
 Members = Callable[[], Mapping[str, Any]]
-"""What every line of a process says besides: which rank it is, say."""
+"""Further members of every line of a process, such as its rank."""
 
 
 class TextFormatter(logging.Formatter):
@@ -52,7 +52,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, the values that the template names, request, trace, error."""
+    """Writes one object a line: time, level, logger, message, the template's named values, request, trace, error."""
 
     def __init__(self, members: Members = dict) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def named_values(record: logging.LogRecord) -> dict[str, Any]:
-    """Those that the template puts behind `name=`."""
+    """Returns the values that the template puts behind `name=`."""
     if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
         return {}
     directives = [match for match in _DIRECTIVE.finditer(record.msg) if not match[0].endswith("%%")]
@@ -95,7 +95,7 @@ def configure(
     stream: TextIO | None = None,
     members: Members = dict,
 ) -> None:
-    """One handler of the root logger on `stream` (stderr by default), in the chosen form; in place of an earlier one."""
+    """Sets one handler of the root logger on `stream` (stderr by default), in the chosen form. It replaces an earlier one."""
     stderr = sys.stderr.real if isinstance(sys.stderr, _LogStream) else sys.stderr
     handler = logging.StreamHandler(stream or stderr)
     handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(members))
@@ -108,12 +108,12 @@ def configure(
 
 
 def is_json() -> bool:
-    """Whether `configure` has chosen that form."""
+    """Returns whether `configure` has chosen JSON."""
     return any(isinstance(each.formatter, JsonFormatter) for each in logging.getLogger().handlers)
 
 
 def adopt(name: str) -> None:
-    """A library's logger writes in our form instead of its own, where `configure` was called."""
+    """Makes a library's logger write in the configured form instead of its own. No effect before `configure`."""
     if any(isinstance(each.formatter, TextFormatter | JsonFormatter) for each in logging.getLogger().handlers):
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -121,10 +121,10 @@ def adopt(name: str) -> None:
 
 
 def take_streams(*, stdout: bool = False) -> None:
-    """What anybody prints in this process goes to the log, a line at a time: Ray's reports, warnings, tracebacks of threads. For
-    a process whose log is JSON; native code's own messages and the dump of a crash are beyond Python and stay as they are.
+    """Sends all Python output of this process to the log, a line at a time: Ray's reports, warnings, tracebacks of threads.
 
-    stdout: that too, to the log. Without it standard output stays what it is.
+    It is for a process whose log is JSON. Messages of native code and the dump of a crash bypass Python and stay unchanged.
+    With `stdout` standard output goes to the log too.
     """
     logging.captureWarnings(True)
     sys.excepthook = lambda *error: logging.getLogger("epserve").critical("uncaught: %s", error[1], exc_info=error)
@@ -142,7 +142,7 @@ def _thread_ended(given: threading.ExceptHookArgs) -> None:
 
 
 class _LogStream(io.TextIOBase):
-    """A text stream whose lines are log records of the logger `name`."""
+    """A text stream that turns its lines into log records of the logger `name`."""
 
     def __init__(self, name: str, real: TextIO):
         self._log, self.real = logging.getLogger(name), real
@@ -150,7 +150,7 @@ class _LogStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         mine = self._of_thread
-        if getattr(mine, "busy", False):  # the log's own handler failed, and says so
+        if getattr(mine, "busy", False):  # the log's own handler reports a failure
             return self.real.write(text)
         *lines, mine.rest = (getattr(mine, "rest", "") + text).split("\n")
         mine.busy = True

@@ -1,7 +1,7 @@
-"""Where the time of a rank's step goes: seconds of each phase, on the device's own clock where there is one.
+"""Seconds of each phase of a rank's step, on the device's own clock if it has one.
 
-A phase begins when it is entered and ends when the next one is. On CUDA the marks are events on the current stream: they
-cost microseconds, and are read only after somebody has waited for the step's result.
+A phase begins when it is entered and ends when the next one is entered. On CUDA the marks are events on the current stream.
+They cost microseconds, and are read only after a thread has waited for the step's result.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 FIRST = "check"
-"""Entering it begins a step: what was measured before is forgotten."""
+"""Entering this phase begins a step and drops earlier measurements."""
 IDLE = "idle"
 COPY_OUT = "copy out"
-"""Of results into clients' regions of a GPU; only steps that have such ones enter it. Other results come home after the step."""
+"""Copies results into clients' GPU regions. Only steps with such results enter it. Other results are copied after the step."""
 PHASES = (FIRST, "copy in", "gate", "prepare", "experts", "finalize")
-"""Of a step, in order. With several rounds the last three repeat, and their times add up."""
+"""Phases of a step, in order. With several rounds the last three repeat, and their times add up."""
 
 
 class PhaseClock:
-    """Of one rank; one step at a time."""
+    """Times the phases of one rank, one step at a time."""
 
     def __init__(self, device: torch.device):
         self.phase = IDLE
@@ -40,11 +40,14 @@ class PhaseClock:
         self._marks.append((phase, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        """Of the last step, which must have been waited for; phases in the order in which they were first entered."""
+        """Returns the phases of the last step in the order of their first entry. The caller has waited for the step."""
         return self._between(self._marks)
 
     def take(self) -> Callable[[], dict[str, float]]:
-        """What gives `seconds`, once, when the step has been waited for: also when the next one has begun, in any thread."""
+        """Returns a function that gives `seconds` of this step. Call it once, after waiting for the step, from any thread.
+
+        It also works after the next step has begun.
+        """
         marks, self._marks = self._marks, []
 
         def seconds() -> dict[str, float]:
@@ -59,7 +62,7 @@ class PhaseClock:
         spent: dict[str, float] = {}
         for (phase, start), (_, end) in itertools.pairwise(marks):
             if phase == IDLE:
-                continue  # between a step and what its rank does with the result
+                continue  # the time between a step and the use of its result
             took = start.elapsed_time(end) / 1e3 if self._cuda else end - start
             spent[phase] = spent.get(phase, 0.0) + took
         return spent

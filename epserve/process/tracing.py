@@ -1,10 +1,10 @@
-"""OpenTelemetry traces, from a client's call to the phases on the ranks. Without the packages, or unconfigured: nothing.
+"""OpenTelemetry traces, from a client's call to the phases on the ranks. Off without the packages or the configuration.
 
     epserve.forward                          the client's call, in its process (`traceparent` travels as gRPC metadata)
     └─ epserve.v1.Experts/Forward            the gRPC call on the server
-       └─ request                            one call of it; a stream has many
+       └─ request                            one call. A stream has many
           ├─ door                            checks and conversion
-          ├─ queue                           admission to step; again for each step that a long request takes
+          ├─ queue                           admission to step, repeated for each step of a long request
           └─ step                            to all ranks and back, with links to the requests that share it
              └─ rank 0: experts              each phase on each rank: durations of the rank's clock, one after the other
 
@@ -32,18 +32,18 @@ NAME = "epserve"
 CLOSE_S = 2.0
 """How long a stopping server waits for its collector. OpenTelemetry's own wait is 30 s."""
 MAX_TRACED_RANKS = 8
-"""A step's span tells of so many ranks, the slowest first: a trace of 1,000 ranks is of no use to a reader."""
+"""Most ranks that a step's span shows, the slowest first. A trace of 1,000 ranks is of no use to a reader."""
 CARRIERS = ("traceparent", "tracestate")
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
-# The client's side: follows the application, which has or has not set OpenTelemetry up.
+# The client's side follows the application, which may or may not have set OpenTelemetry up.
 
 
 @contextmanager
 def client_call(name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """A span of the application's own tracer around a call. Free for applications that do not import OpenTelemetry."""
+    """Opens a span of the application's tracer around a call. Free for applications that do not import OpenTelemetry."""
     if "opentelemetry" not in sys.modules:
         yield
         return
@@ -56,7 +56,7 @@ def client_call(name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def outgoing(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """`metadata` with the present span's context."""
+    """Returns `metadata` with the present span's context."""
     if "opentelemetry" not in sys.modules:
         return metadata
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -66,13 +66,13 @@ def outgoing(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ..
     return (*metadata, *carrier.items())
 
 
-# The server's side: a provider that is handed over, or none.
+# The server's side uses the provider that it is given, or none.
 
 
 def exporting(endpoint: str, ratio: float) -> Any:
-    """A TracerProvider that sends to an OTLP/gRPC collector. Raises ConfigError where the packages are missing.
+    """Returns a TracerProvider that sends to an OTLP/gRPC collector. Raises ConfigError when the packages are missing.
 
-    ratio: of the traces that begin here; those that a client began follow the client's choice.
+    `ratio` is the share of traces recorded among those that begin here. Traces of a client follow the client's choice.
     """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -96,7 +96,7 @@ def exporting(endpoint: str, ratio: float) -> Any:
     quiet = logging.getLogger("opentelemetry")
 
     class Bounded(BatchSpanProcessor):
-        """Gives the last spans up where the collector does not take them within CLOSE_S."""
+        """Drops the last spans if the collector does not take them within CLOSE_S."""
 
         def shutdown(self) -> None:
             given_up = threading.Timer(CLOSE_S, give_up)
@@ -121,7 +121,7 @@ def exporting(endpoint: str, ratio: float) -> Any:
 
 
 class Tracing:
-    """Spans of one server. With `provider` None every method returns at once."""
+    """Makes the spans of one server. With `provider` None every method returns at once."""
 
     def __init__(self, provider: Any = None):
         self._provider = provider
@@ -129,13 +129,13 @@ class Tracing:
         self.on = provider is not None
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 
     @contextmanager
     def call(self, method: str, metadata: Metadata) -> Iterator[Any]:
-        """Around a gRPC call on the server; yields its span, or None."""
+        """Opens a span around a gRPC call on the server and yields it, or None."""
         if self._tracer is None:
             yield None
             return
@@ -151,7 +151,7 @@ class Tracing:
             yield span
 
     def request(self, **attributes: Any) -> Any:
-        """A span under the present call's, or None where nobody records it. End it with `ended`."""
+        """Returns a span under the present call's span, or None when the call is not recorded. End it with `ended`."""
         if self._tracer is None:
             return None
         span = self._tracer.start_span("request", attributes=_prefixed(attributes))
@@ -170,7 +170,7 @@ class Tracing:
     def part(
         self, parent: Any, name: str, start: float, end: float, links: Sequence[Any] = (), **attributes: Any
     ) -> Any:
-        """A finished span below `parent`; times are time.monotonic() seconds. Returns it, so that others can be below it."""
+        """Returns a finished span below `parent`, which may be a parent itself. Times are time.monotonic() seconds."""
         if parent is None or self._tracer is None:
             return None
         from opentelemetry.trace import Link, set_span_in_context
@@ -187,7 +187,7 @@ class Tracing:
         return span
 
     def step(self, record: Any) -> None:
-        """A StepRecord's queue, step and rank spans below each of its requests. The first request's step has the ranks."""
+        """Makes a StepRecord's queue, step and rank spans below each request. The first request's step has the ranks."""
         if self._tracer is None:
             return
         first = None
@@ -221,7 +221,7 @@ class Tracing:
 
 
 def trace_id_of(span: Any) -> str:
-    """For log lines; empty without a span."""
+    """Returns the trace id for log lines. Empty without a span."""
     return f"{span.get_span_context().trace_id:032x}" if span is not None else ""
 
 
@@ -230,5 +230,5 @@ def _prefixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unix_ns(monotonic_s: float) -> int:
-    """Anew for each span: the system's clock may be set meanwhile."""
+    """Converts anew for each span, since the system's clock may be set meanwhile."""
     return round(monotonic_s * 1e9) + time.time_ns() - time.monotonic_ns()

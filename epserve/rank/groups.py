@@ -1,4 +1,4 @@
-"""Process groups of the ranks: the actor that holds their store, how a rank finds its peers, how it lets go of lost ones."""
+"""Process groups of the ranks: the actor that holds their store, joining a group, and leaving one with lost ranks."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from epserve.link.door import LinkAddress
 from .store import RankStore, StoreServer
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: address of an interface
-LEAVE_TIMEOUT_S = 5.0  # tenths of a second; a library that hangs in it does not come back
+LEAVE_TIMEOUT_S = 5.0  # normally tenths of a second; a library that hangs here does not return
 _stores: list[RankStore] = []
 _leaving = threading.Lock()  # torch has one default group for each process, and two threads may want to end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAddress:
-    """The store of the process groups; each generation has its own prefix in it."""
+    """The address of the process groups' store. Each generation has its own prefix in the store."""
 
     store: LinkAddress
     generation: int
 
 
 class StoreActor:
-    """Owns the store of all generations. It is no rank, so that no rank's death takes the store along."""
+    """Owns the store of all generations. The actor is not a rank, so that no rank's death ends the store."""
 
     def __init__(self):
         self._store = StoreServer(ray.util.get_node_ip_address())
 
     def address(self, generation: int) -> GroupAddress:
-        self._store.forget(f"{_prefix(generation - 2)}/")  # of the one before, ranks may still be leaving
+        self._store.forget(f"{_prefix(generation - 2)}/")  # ranks may still be leaving generation - 1
         return GroupAddress(store=self._store.address, generation=generation)
 
 
 def join(address: GroupAddress, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Any:
-    """Collective: the process group of this generation. Raises what torch does, also when a rank does not come in time."""
+    """Returns the process group of this generation. Collective. Errors of torch pass through, its timeout included."""
     interface = interface_of(ray.util.get_node_ip_address())
     if interface:
-        # Gloo otherwise resolves the host name, which Debian maps to 127.0.1.1: peers on other nodes then hang.
+        # Gloo otherwise resolves the host name. Debian maps it to 127.0.1.1, and peers on other nodes then hang.
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     # Torch otherwise ends this process when its watchdog sees that another rank is gone. The supervisor decides that.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -79,7 +79,7 @@ def neighbours(group: Any, num_ranks: int, rank: int, key: int) -> tuple[int, in
 
 
 def _store_at(address: LinkAddress, timeout: timedelta) -> RankStore:
-    """One for all generations of a store, kept with those before: torch's threads may use one longer than its group."""
+    """Returns one store object for all generations. Old ones stay, since torch's threads may use one longer than its group."""
     if not _stores or _stores[-1].address != address:
         _stores.append(RankStore(address, timeout))
     _stores[-1].set_timeout(timeout)
@@ -91,16 +91,16 @@ def _prefix(generation: int) -> str:
 
 
 def share_gpu() -> None:
-    """Before this process's first group on a GPU that it shares with other ranks."""
+    """Prepares NCCL for a GPU that several ranks share. Call it before this process's first group."""
     address = ray.util.get_node_ip_address()
-    # NCCL takes two ranks of one host on one GPU for a mistake, so each gets a host of its own, and they talk over sockets.
+    # NCCL rejects two ranks of one host on one GPU. Each rank therefore claims its own host, and they talk over sockets.
     os.environ["NCCL_HOSTID"] = f"{address}-{os.getpid()}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address) or "lo")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def leave(device: torch.device) -> None:
-    """Let go of the process group, where there is one, without waiting for anybody. From any thread."""
+    """Leaves the process group, if there is one, without waiting for peers. Thread-safe."""
     if not _leaving.acquire(timeout=LEAVE_TIMEOUT_S):
         raise RuntimeError(f"this rank did not let go of its process group within {LEAVE_TIMEOUT_S:g} s")
     try:
@@ -108,7 +108,7 @@ def leave(device: torch.device) -> None:
             return
         if device.type == "cuda":
             # NCCL's kernels wait on the device for a rank that is gone, and an orderly end would wait for them.
-            # NOTE: what is aborted ends as if all were well, with whatever is in its buffers.
+            # NOTE: an aborted collective ends as if it had succeeded, with undefined values in its buffers.
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
@@ -118,7 +118,7 @@ def leave(device: torch.device) -> None:
 
 
 def hang_up(addresses: Collection[str]) -> int:
-    """Shut all of this process's TCP connections to these hosts down, whoever opened them; how many there were."""
+    """Shuts down all TCP connections of this process to these hosts, also those of libraries. Returns their number."""
     count = 0
     for name in os.listdir("/proc/self/fd") if addresses else ():
         try:
@@ -139,7 +139,7 @@ def hang_up(addresses: Collection[str]) -> int:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that owns an IPv4 address; empty where none does."""
+    """Returns the network interface that owns an IPv4 address. Empty when there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address

@@ -1,8 +1,8 @@
-"""The kernels of one rank for layers that are served alike: one for each all-to-all path, and how a step runs on the chosen one.
+"""The kernels of one rank for layers of one kind: one kernel for each all-to-all path, and the choice of a step's path.
 
-Most services have one path. With `engine.all2all: measured` there are several, which share their workspaces: a step takes the
-one that was fastest for its number of tokens (`measured/crossover.py`). A path runs a step as a CUDA graph where one was
-captured for it, as two halves in flight where that is configured, else plainly.
+Most services have one path. With `engine.all2all: measured` there are several, which share their workspaces. A step takes
+the path that was fastest for its number of tokens (`measured/crossover.py`). A path runs a step as a CUDA graph if one was
+captured for it, as two halves in flight if that is configured, and otherwise eagerly.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ OnPhase = Callable[[str], object]
 
 
 def _no_phase(phase: str) -> None:
-    """For steps whose time nobody reads. NOTE: a clock's events must not be recorded inside a capture."""
+    """Ignores phases of steps that are not timed. NOTE: a clock's events must not be recorded inside a capture."""
 
 
 class Path:
-    """One all-to-all with its experts. What outlives a process group: the experts object and the workspaces."""
+    """One all-to-all with its experts. The experts object and the workspaces outlive a process group."""
 
     def __init__(self, plan: LayerGroup, path: PathPlan, config: Config, known: KnownTimes):
         self.plan, self.config = path, config
@@ -89,7 +89,7 @@ class Path:
                 self.graphs = StepGraphs(self._eager, ranks, self.plan.spec, buckets) if buckets else None
 
     def leave(self) -> None:
-        """The group is broken: nothing collective."""
+        """Drops everything that was built on a broken group. Not collective."""
         self.kernel = self.two = self.graphs = self.method.kernel = None
         manager, self.method.manager = self.method.manager, None
         if manager is not None:
@@ -118,7 +118,7 @@ class Path:
         )
 
     def capture(self, key: Hashable, weights: LayerWeights) -> None:
-        """Collective: graphs of these weights for every bucket, with and without shared experts."""
+        """Captures graphs of these weights for every bucket, with and without shared experts. Collective."""
         if self.graphs is None:
             return
         assert self.kernel is not None
@@ -136,10 +136,10 @@ class Path:
 
 
 class RankKernels:
-    """All paths of one rank. `build` and `warm_up` are collective; a step is, too."""
+    """Holds all paths of one rank. `build`, `warm_up` and `forward` are collective."""
 
     def __init__(self, plan: LayerGroup, config: Config, ranks: RankContext, known: KnownTimes | None = None):
-        """known: what was measured for former arrangements, to which is added what is measured here."""
+        """`known`: times of former arrangements. New measurements are added to it."""
         self.plan = plan
         self.known = known if known is not None else KnownTimes()
         self.paths = {path.chosen.all2all: Path(plan, path, config, self.known) for path in plan.paths}
@@ -154,7 +154,7 @@ class RankKernels:
 
     @property
     def ready(self) -> bool:
-        """The experts objects are made: weights can be prepared for them."""
+        """Whether the experts objects exist, so that weights can be prepared for them."""
         return self.first.experts is not None
 
     @property
@@ -162,7 +162,7 @@ class RankKernels:
         return {name: path.plan.cap for name, path in self.paths.items()}
 
     def build(self, ranks: RankContext) -> None:
-        """Collective: every path's kernel on the present group."""
+        """Builds every path's kernel on the present group. Collective."""
         self.ranks = ranks
         for path in self.paths.values():
             path.build(ranks, self.workspaces, self.second)
@@ -172,15 +172,18 @@ class RankKernels:
         return any(path.experts is not None and path.experts.capability.packs_weights for path in self.paths.values())
 
     def prepare_weights(self, experts: ExpertWeights) -> ExpertWeights:
-        """What every path's experts class makes of them: one set of tensors with everything derived."""
+        """Returns the weights as every path's experts class prepares them: one set of tensors with everything derived."""
         for path in self.paths.values():
             experts = path.method.process_weights_after_loading(experts)
         return experts
 
     def warm_up(self, weights: LayerWeights, on_phase: OnPhase) -> None:
-        """Collective: compile and reserve, run every path, agree which serves how many tokens. `weights`: of any layer."""
+        """Compiles, reserves memory, runs every path and agrees on the path for each number of tokens. Collective.
+
+        `weights` may be those of any layer.
+        """
         kernels = [path.kernel for path in self.paths.values() if path.kernel is not None]
-        for kernel in kernels:  # all before the first one locks what they share
+        for kernel in kernels:  # set on all kernels before the first one locks the shared workspaces
             kernel.on_phase = on_phase
             kernel.fused_experts.tune(weights.experts, kernel.prepare_finalize.max_rows())
             self.workspaces.reserve(kernel.workspace_shapes())
@@ -202,13 +205,13 @@ class RankKernels:
             log.info(line)
 
     def capture(self, layers: Iterable[tuple[Hashable, LayerWeights]]) -> None:
-        """Graphs of these layers on every path that has graphs. `key`: of the weights, the same on all ranks."""
+        """Captures these layers' graphs on every path that has graphs. The key of the weights is the same on all ranks."""
         for key, weights in layers:
             for path in self.paths.values():
                 path.capture(key, weights)
 
     def keep_graphs(self, keys: set[Hashable]) -> None:
-        """Forget those of other weights."""
+        """Forgets the graphs of all weights but these."""
         for graphs in [path.graphs for path in self.paths.values() if path.graphs is not None]:
             for key in graphs.weight_keys() - keys:
                 graphs.drop(key)
@@ -223,7 +226,7 @@ class RankKernels:
         tokens_per_rank: Sequence[int],
         shared_experts: SharedExperts | None,
     ) -> torch.Tensor:
-        """Collective. `key`: under which these weights' graphs were captured."""
+        """Runs one step. Collective. `key` is the key under which these weights' graphs were captured."""
         path = self.first
         if self.crossover is not None:
             path = self.paths[self.crossover.choice(tokens_per_rank)]
@@ -232,13 +235,13 @@ class RankKernels:
         )
 
     def check(self) -> None:
-        """Raises RankFailed, as FusedMoEPrepareAndFinalizeModular.check."""
+        """Raises RankFailed as FusedMoEPrepareAndFinalizeModular.check does."""
         for path in self.paths.values():
             if path.kernel is not None:
                 path.kernel.prepare_finalize.check()
 
     def notes(self) -> list[str]:
-        """For the log and GetStatus: why something that was configured does not happen, and what was measured."""
+        """Returns lines for the log and GetStatus: measurements, and why a configured feature is off."""
         lines = [note for path in self.paths.values() for note in path.notes]
         for path in self.paths.values():
             if path.graphs is not None:
@@ -257,12 +260,12 @@ class RankKernels:
         return lines
 
     def experts_choices(self) -> tuple[Choice, ...]:
-        """Of the first path: which experts backend computes batches of how many rows on this rank; empty: there is one."""
+        """Returns the first path's experts backend for each range of rows on this rank. Empty: one backend computes all."""
         experts = self.first.experts
         return experts.choices() if isinstance(experts, MeasuredExperts) else ()
 
     def time_experts(self, weights: ExpertWeights, again: bool) -> list[str]:
-        """Not collective, and instead of build(): time the experts backends of every path, fill the file of times."""
+        """Times the experts backends of every path and fills the file of times. Replaces build(), not collective."""
         for path in self.paths.values():
             backends = path.method.backends
             path.method.backends = replace(backends, tuning=replace(backends.tuning, again=again, thorough=True))
@@ -277,19 +280,19 @@ class RankKernels:
         return self.notes()
 
     def interrupt(self) -> None:
-        """From another thread: a rank is gone, let nothing on the device wait for it."""
+        """Ends waits on the device for a rank that is gone. Called from another thread."""
         for path in self.paths.values():
             if (manager := path.method.manager) is not None:
                 manager.interrupt()
 
     def leave(self) -> None:
-        """As Path.leave, of every path."""
+        """Calls Path.leave of every path."""
         for path in self.paths.values():
             path.leave()
         self.ranks = replace(self.ranks, group=None)
 
     def destroy(self) -> None:
-        """Collective. Every path is destroyed, whatever becomes of the one before."""
+        """Destroys every path, also when an earlier one fails. Collective."""
         errors = []
         for path in self.paths.values():
             try:
@@ -300,7 +303,7 @@ class RankKernels:
             raise errors[0]
 
     def _touch(self, path: Path, weights: LayerWeights) -> None:
-        """Each path's first steps: they set up connections, and what a capture must find ready."""
+        """Runs each path's first steps, which set up connections and the state that a capture needs."""
         x_MK, routing = self._example(2)
         counts = (2,) * self.ranks.world_size
         for shared in {id(each): each for each in (None, weights.shared)}.values():
@@ -309,14 +312,17 @@ class RankKernels:
                 path.graphs.warm(weights.experts, shared)
 
     def _choose_paths(self, weights: LayerWeights) -> None:
-        """Collective. A newcomer has no table, and the others may have one of another number of ranks: one of them counts."""
+        """Agrees on one table of paths. Collective.
+
+        A new rank has no table, and the others may have one for another number of ranks. All ranks take the same one.
+        """
         own = self.crossover or self.known.crossover(self.ranks.world_size)
         self.crossover = agree(self.ranks, own, self.caps) or self._measure(weights)
         self.known.add_crossover(self.crossover)
 
     def _measure(self, weights: LayerWeights) -> Crossover:
         if any(path.graphs is not None for path in self.paths.values()):
-            self.capture([("measure", weights)])  # what a step of these sizes will be
+            self.capture([("measure", weights)])  # steps of these sizes will run as graphs
         runs = {
             name: lambda x, routing, counts, path=path: path.forward(
                 "measure", x, routing, weights=weights.experts, tokens_per_rank=counts, shared_experts=None

@@ -20,8 +20,8 @@ from epserve.modular_kernel import ExpertLayout, Routing
 class Placement:
     """Physical slot p holds a copy of logical expert `physical_to_logical[p]`; every expert has at least one slot.
 
-    `layout`: which slots lie on which rank. `version` rises with each rebalance, so that ranks can tell that they agree.
-    `partial`: some experts may have no slot, since the rank that held them is gone; their tokens do without.
+    `layout` assigns slots to ranks. `version` rises with each rebalance, so that ranks can check that they agree.
+    `partial` allows experts without a slot, after the rank that held them is gone. Their tokens are computed without them.
     """
 
     version: int = 0
@@ -30,9 +30,9 @@ class Placement:
     physical_to_logical: tuple[int, ...]
     partial: bool = False
     replicas: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
-    """Of each logical expert: its physical slots, ascending."""
+    """Physical slots of each logical expert, ascending."""
     missing: tuple[int, ...] = field(init=False)
-    """Experts without a slot, ascending; only of a partial placement."""
+    """Experts without a slot, ascending. Empty unless the placement is partial."""
     is_identity: bool = field(init=False, repr=False)
     _tables: dict = field(init=False, default_factory=dict, compare=False, repr=False, hash=False)
 
@@ -56,7 +56,7 @@ class Placement:
 
     @classmethod
     def identity(cls, num_experts: int, ranks: int | Sequence[int], *, slices: int = 1) -> Placement:
-        """One copy of each expert, in order. `ranks`: how many (as even as it gets), or how many experts on each."""
+        """Returns one copy of each expert, in order. `ranks`: their number (as even as possible), or the experts of each."""
         if isinstance(ranks, int):
             layout = ExpertLayout.even(num_experts, ranks, slices=slices)
         else:
@@ -72,7 +72,7 @@ class Placement:
     def spread(
         cls, num_experts: int, layout: ExpertLayout, *, loads: Sequence[float] = (), version: int = 0
     ) -> Placement:
-        """Copies by load, on ranks by load (`pack_slots`). Without redundancy and loads: identity."""
+        """Returns copies by load, placed by load (`pack_slots`). It is the identity without redundancy and loads."""
         if layout.num_experts == num_experts and not loads:
             slots = tuple(range(num_experts))
         else:
@@ -80,9 +80,15 @@ class Placement:
         return cls(version=version, num_logical=num_experts, layout=layout, physical_to_logical=slots)
 
     def without(self, ranks: Collection[int], *, version: int, partial: bool = False) -> Placement | None:
-        """What is left when `ranks` are gone, the others numbered anew; None where an expert has no copy left.
+        """Returns the placement that remains when `ranks` are gone, with the other ranks renumbered.
 
-        partial: whatever is left, as long as that is something.
+        Args:
+            ranks: numbers of the lost ranks.
+            version: version of the result.
+            partial: allow experts without a copy, as long as some expert remains.
+
+        Returns:
+            None when an expert has no copy left (or, with `partial`, when no expert remains).
         """
         if self.layout.slices > 1:
             return None  # a slice of an expert has no copy
@@ -96,7 +102,7 @@ class Placement:
         )
 
     def reordered(self, ranks: Sequence[int]) -> Placement:
-        """The same with rank `ranks[r]` as rank r."""
+        """Returns the same placement with rank `ranks[r]` as rank r."""
         assert self.layout.slices == 1, "ranks that share experts are never lost apart"
         slots = tuple(expert for rank in ranks for expert in self.experts_of(rank))
         layout = ExpertLayout(counts=tuple(self.layout.counts[rank] for rank in ranks))
@@ -106,25 +112,25 @@ class Placement:
         return replace(self, version=version)
 
     def rank_loads(self, loads: Sequence[float]) -> list[float]:
-        """What each rank computes when logical experts get `loads`, shared evenly over their copies."""
+        """Returns each rank's load when logical experts get `loads`, shared evenly over their copies."""
         shares = [loads[expert] / len(self.replicas[expert]) for expert in self.physical_to_logical]
         bounds = self.layout.offsets
         return [sum(shares[start:end]) for start, end in itertools.pairwise(bounds)]
 
     def imbalance(self, loads: Sequence[float]) -> float:
-        """The busiest rank against the mean; 1.0 is perfect, and what idle ranks have."""
+        """Returns the busiest rank's load over the mean. 1.0 is perfect, and also the value of idle ranks."""
         per_rank = self.rank_loads(loads)
         return max(per_rank) * len(per_rank) / total if (total := sum(per_rank)) else 1.0
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Logical ids of the experts that `rank` holds (slices of), in slot order: what a checkpoint loads for it."""
+        """Returns the logical ids of the experts that `rank` holds (slices of), in slot order, to load from a checkpoint."""
         entry = rank // self.layout.slices
         return self.physical_to_logical[self.layout.offsets[entry] : self.layout.offsets[entry + 1]]
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device.
+        """Returns `(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device.
 
-        A missing expert has the one "slot" -1, which is nobody's.
+        A missing expert has one "slot" -1, which belongs to no rank.
         """
         if device not in self._tables:
             most = max(map(len, self.replicas))
@@ -137,10 +143,10 @@ class Placement:
 
 
 def to_physical(routing: Routing, placement: Placement, *, token_offset: int = 0) -> Routing:
-    """Logical ids to physical ids; -1 stays -1, weights stay as they are.
+    """Maps logical ids to physical ids. -1 stays -1, and weights stay as they are.
 
-    Token number `token_offset + row` takes replica number `token % replicas` of each of its experts: the choice depends
-    only on the token's place in the batch, so a replay chooses the same, and equal ids in one row stay equal.
+    Token number `token_offset + row` takes replica number `token % replicas` of each of its experts. The choice depends
+    only on the token's place in the batch, so a replay chooses the same replicas, and equal ids in one row stay equal.
     Ids must lie in -1 .. E-1 (see `check_routing`).
     """
     if placement.is_identity:
@@ -154,9 +160,15 @@ def to_physical(routing: Routing, placement: Placement, *, token_offset: int = 0
 
 
 def left_out(ids_Mt: torch.Tensor, placement: Placement, parts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Which missing experts the tokens of each part wanted: part -> logical ids, ascending; parts that miss none are absent.
+    """Finds the missing experts that the tokens of each part chose. Waits for the device, but only if any are missing.
 
-    parts: numbers of rows, in order; they add up to M. Waits for the device, and costs nothing where nothing is missing.
+    Args:
+        ids_Mt: `(M, t)` logical ids.
+        placement: the placement of the layer.
+        parts: numbers of rows of the parts, in order. They add up to M.
+
+    Returns:
+        Part -> logical ids, ascending. Parts that miss no expert are absent.
     """
     if not placement.missing:
         return {}
@@ -171,7 +183,7 @@ def left_out(ids_Mt: torch.Tensor, placement: Placement, parts: Sequence[int]) -
 
 
 def balanced_packing(loads: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Items 0 .. n-1 into `num_packs` packs of n / num_packs items each: the heaviest first, to the lightest pack with room."""
+    """Packs items 0 .. n-1 into `num_packs` packs of equal size: the heaviest first, to the lightest pack with room."""
     if len(loads) % num_packs:
         raise ConfigError(f"{len(loads)} items do not divide into {num_packs} packs")
     room = len(loads) // num_packs
@@ -187,9 +199,9 @@ def balanced_packing(loads: Sequence[float], num_packs: int) -> list[list[int]]:
 
 
 def replicate_experts(loads: Sequence[float], num_replicas: int) -> tuple[list[int], list[int]]:
-    """Which expert each of `num_replicas` replicas copies, and how many copies each expert has.
+    """Returns the expert that each of `num_replicas` replicas copies, and the number of copies of each expert.
 
-    The first replicas are one of each; every further one goes to the expert with the highest load per copy.
+    The first replicas are one of each expert. Every further one goes to the expert with the highest load per copy.
     """
     if num_replicas < len(loads):
         raise ConfigError(f"{num_replicas} replicas are fewer than the {len(loads)} experts")
@@ -204,9 +216,9 @@ def replicate_experts(loads: Sequence[float], num_replicas: int) -> tuple[list[i
 def rebalance_hierarchical(
     loads: Sequence[float], num_replicas: int, *, num_groups: int = 1, num_nodes: int = 1, num_ranks: int
 ) -> tuple[int, ...]:
-    """`physical_to_logical` of `num_replicas` slots, equally many on each rank, nodes holding consecutive ranks.
+    """Returns `physical_to_logical` of `num_replicas` slots, equally many on each rank. Nodes hold consecutive ranks.
 
-    Experts of one group stay on one node. Where groups do not divide over nodes, the whole machine counts as one node.
+    Experts of one group stay on one node. When groups do not divide over nodes, all ranks count as one node.
     """
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1
@@ -230,11 +242,11 @@ def rebalance_hierarchical(
 
 
 def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
-    """`physical_to_logical` for any layout, ranks of different sizes included.
+    """Returns `physical_to_logical` for any layout, ranks of different sizes included.
 
-    Each expert has two copies before any has three, where there are slots for that: then the loss of a rank loses none. Further
-    copies go to the highest load per copy, at most one for each rank; then the heaviest copy first to the least loaded rank
-    with room. A rank gets a second copy of an expert only where nothing else is possible: it would help nobody.
+    Each expert gets two copies before any gets three, if there are enough slots, so that the loss of a rank loses no expert.
+    Further copies go to the highest load per copy, at most one for each rank. The heaviest copy goes first, to the least
+    loaded rank with room. A rank gets a second copy of an expert only when nothing else is possible, since it brings no gain.
     """
     ranks, slots = layout.num_ranks, layout.num_experts
     least = 2 if ranks > 1 and slots >= 2 * len(loads) else 1
@@ -242,13 +254,13 @@ def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
     if slots < len(loads):
         raise ConfigError(f"{slots} replicas are fewer than the {len(loads)} experts")
     for _ in range(slots - least * len(loads)):
-        # A copy beyond one for each rank has no place that helps, so it comes last; experts without load share alike.
+        # A copy beyond one for each rank brings no gain, so it comes last. Experts without load share alike.
         hottest = max(range(len(loads)), key=lambda e: (copies[e] < ranks, loads[e] / copies[e], -copies[e]))
         copies[hottest] += 1
     shares = [load / number for load, number in zip(loads, copies, strict=True)]
     held: list[list[int]] = [[] for _ in layout.counts]
     totals = [0.0] * ranks
-    # Copies of one expert come one after the other, those with most copies first: they are hardest to keep apart.
+    # Copies of one expert come one after the other. Experts with most copies come first: they are hardest to keep apart.
     for expert in sorted(range(len(loads)), key=lambda e: (-shares[e], -copies[e], e)):
         for _ in range(copies[expert]):
             room = [rank for rank, count in enumerate(layout.counts) if len(held[rank]) < count]
@@ -260,7 +272,7 @@ def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
 
 
 def _part_copies(held: list[list[int]], shares: Sequence[float]) -> None:
-    """Swap second copies on one rank for experts that it lacks, those of the most similar share, until no swap helps."""
+    """Swaps second copies on one rank for experts of the most similar share that it lacks, until no swap helps."""
     for here in held:
         for slot, expert in enumerate(here):
             if expert not in here[:slot]:
@@ -280,7 +292,7 @@ def _part_copies(held: list[list[int]], shares: Sequence[float]) -> None:
 def rebalance(
     current: Placement, loads: Sequence[float], *, num_replicas: int, num_groups: int = 1, num_nodes: int = 1
 ) -> Placement:
-    """The next placement for the measured `loads` (tokens per logical expert), on the same ranks."""
+    """Returns the next placement for the measured `loads` (tokens per logical expert), on the same ranks."""
     ranks = current.layout.num_ranks
     slots = rebalance_hierarchical(loads, num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_ranks=ranks)
     return Placement(

@@ -1,13 +1,13 @@
-"""One rank as a plain class: its experts, gates and kernel. Knows neither Ray nor gRPC.
+"""One rank as a plain class: its experts, gates and kernel. The module knows neither Ray nor gRPC.
 
-worker = Worker(config, ranks)    checks the configuration; no weight is read, nothing is collective
+worker = Worker(config, ranks)    checks the configuration, reads no weight, is not collective
 worker.load()                     reads this rank's experts, gates and shared experts
 worker.warm_up()                  collective: builds the kernel, compiles, runs real steps
 worker.step(plan, x, ids, w)      collective
-worker.arrange(rank, arrangement) another rank, number of ranks or placement: keeps what it holds, reads what it lacks
-worker.regroup(ranks)             after a failure: another process group, the same weights; warm_up() comes next
-worker.stage(layer, placement)    while serving: the layer's experts of another placement, beside the present ones
-worker.adopt(layer, version)      the staged placement is the present one; the other one is freed
+worker.arrange(rank, arrangement) takes another rank, number of ranks or placement: keeps its experts, reads missing ones
+worker.regroup(ranks)             after a failure: takes another process group, keeps the weights. warm_up() comes next
+worker.stage(layer, placement)    while serving: reads the layer's experts of another placement beside the present ones
+worker.adopt(layer, version)      makes the staged placement the present one and frees the old one
 worker.close()                    collective
 """
 
@@ -40,22 +40,22 @@ from .setup import plan as rank_plan
 from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
-STAGING_MARGIN = 1.25  # free memory against the bytes of one layer: what else grows meanwhile must not fail
+STAGING_MARGIN = 1.25  # free memory / bytes of one layer: other allocations that grow meanwhile must not fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """A layer of the next placement. `experts`: what was read, whatever became of the rank's number since."""
+    """A layer of the next placement. `experts` names the experts that were read, also after the rank's number changes."""
 
     placement: Placement
     experts: tuple[int, ...]
     weights: LayerWeights
     prepared: bool = True
-    """Whether the experts class has seen them."""
+    """Whether the experts class has prepared these weights."""
 
 
 class Worker:
-    """`ranks.group` must be initialised before warm_up() where there are several ranks."""
+    """Runs one rank. With several ranks `ranks.group` must be initialised before warm_up()."""
 
     def __init__(
         self,
@@ -68,11 +68,19 @@ class Worker:
         checkpoint: UnchangedCheckpoint | LateCheckpoint | None = None,
         times: Iterable[KnownTable] | None = None,
     ):
-        """placements: of each layer; none: the first ones that the configuration gives. source: whoever reads the weights.
-        peers: in its place, ranks that hold what this one is to hold (their slices, where ranks share experts).
-        checkpoint: the one of the service's start; none: as it is now. times: what the ranks of a running service measured.
+        """Checks the configuration, the checkpoint and the backends.
 
-        Raises ConfigError, CheckpointError or Incompatible within a second: before any weight is read.
+        Args:
+            config: the service's configuration.
+            ranks: this rank's number, device and process group.
+            placements: placement of each layer. None: the initial placement that the configuration gives.
+            source: reads the weights. None: the checkpoint.
+            peers: replaces `source`: ranks that hold the same experts (their slices, when ranks share experts).
+            checkpoint: the checkpoint as the service's start saw it. None: as it is now.
+            times: times that the ranks of a running service measured.
+
+        Raises:
+            ConfigError, CheckpointError, Incompatible: within a second, before any weight is read.
         """
         self.config, self.ranks = config, ranks
         self.checkpoint = checkpoint or UnchangedCheckpoint(
@@ -86,16 +94,16 @@ class Worker:
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
         self.left_out: dict[int, tuple[int, ...]] = {}
-        """Of the last step: its parts whose tokens chose experts that are on no rank, and which."""
+        """Part of the last step -> the experts that its tokens chose and that no rank holds."""
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
         self._layers: dict[int, LayerWeights] = {}
         self._experts: dict[int, tuple[int, ...]] = {}
-        """Of `_layers`, logical ids in slot order: what is here, also where arrange() came to no end."""
+        """Logical ids of the experts in `_layers`, in slot order. They stay true when arrange() fails halfway."""
         self._staged: dict[int, _Staged] = {}
-        self._arranging = threading.Lock()  # `held` is asked by threads of other ranks
+        self._arranging = threading.Lock()  # threads that serve other ranks call `held`
         self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
         self.known = KnownTimes()
-        """What was measured here, for this arrangement and for earlier ones, and what other ranks have told."""
+        """Times that this rank measured, for this arrangement and earlier ones, and times that other ranks reported."""
         if times is not None:
             self.known.add(times)
             self.known.started = True
@@ -103,7 +111,7 @@ class Worker:
 
     @property
     def phase(self) -> str:
-        """What this rank is doing; "idle" between steps."""
+        """The phase that this rank is in. It is "idle" between steps."""
         return self.clock.phase
 
     @phase.setter
@@ -126,7 +134,7 @@ class Worker:
         self.phase = "load"
         for layer in self.plan.layers:
             self._take(layer, self.placements[layer].experts_of(self.ranks.rank))
-        self._source = self._sliced(self.checkpoint)  # copies in host memory have done their duty
+        self._source = self._sliced(self.checkpoint)  # copies in host memory are not needed any more
         self.phase = "idle"
         return LoadReport(
             rank=self.ranks.rank,
@@ -140,11 +148,11 @@ class Worker:
 
     @property
     def weights_bytes(self) -> int:
-        """Of the experts, once each; gates and shared experts are small beside them."""
+        """Returns the bytes of all experts, each counted once. Gates and shared experts are small beside them."""
         return sum(_held_bytes(layer) for layer in self._layers.values())
 
     def warm_up(self) -> None:
-        """Collective. Builds the kernel, lets it compile and reserve, then runs one small step a layer."""
+        """Builds the kernel, lets it compile and reserve memory, then runs one small step a layer. Collective."""
         assert self._layers, "load() comes first"
         self.phase = "warm-up"
         self._build()
@@ -175,10 +183,19 @@ class Worker:
     def step(
         self, plan: StepPlan, x_MK: torch.Tensor | Rows, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
     ) -> torch.Tensor:
-        """Collective. `x_MK` `(m, K)` in the model's dtype, on any device; the result `(m, K)` is on the rank's device.
+        """Runs one step on this rank's tokens. Collective.
 
-        ids_Mt, weights_Mt: mode "routed" only, int32 logical ids (checked at the door) and float32 weights.
-        Any failure is a StepError that names rank, step and phase: peers then wait for this rank, so leave the group.
+        Args:
+            plan: the step, the same on all ranks.
+            x_MK: `(m, K)` in the model's dtype, on any device.
+            ids_Mt: `(m, t)` int32 logical ids, which the door has checked. Mode "routed" only.
+            weights_Mt: `(m, t)` float32. Mode "routed" only.
+
+        Returns:
+            The result `(m, K)` on the rank's device.
+
+        Raises:
+            StepError: any failure, with rank, step and phase. Peers then wait for this rank, so the caller must leave the group.
         """
         self.phase = "check"
         try:
@@ -190,39 +207,45 @@ class Worker:
         return out_MK
 
     def check(self) -> None:
-        """After the result has been waited for: raises RankFailed where a device kept a failure to itself until now."""
+        """Raises RankFailed when a device reports a failure late. The caller has waited for the result before."""
         self.kernels.check()
 
     def explain(self) -> list[str]:
-        """What was measured and chosen on this rank, and why something that was configured does not happen."""
+        """Returns lines that tell measurements and choices of this rank, and why a configured feature is off."""
         return self.kernels.notes()
 
     def experts_choices(self) -> tuple[Choice, ...]:
-        """Which experts backend computes batches of how many rows on this rank; empty: there is one for all."""
+        """Returns the experts backend for each range of rows on this rank. Empty: one backend computes all batches."""
         return self.kernels.experts_choices()
 
     def time_experts(self, *, again: bool) -> list[str]:
-        """For `epserve tune`: after load(), instead of warm_up() and not collective. What was measured, as `explain`."""
+        """Times the experts backends for `epserve tune` and returns lines as `explain` does.
+
+        It follows load(), replaces warm_up() and is not collective.
+        """
         assert self._layers, "load() comes first"
         with torch.inference_mode():
             return self.kernels.time_experts(self._layers, again)
 
     def leave(self) -> None:
-        """After a failure: let go of the group and of all that was built on it. Weights, experts and workspaces stay.
+        """Drops the group and everything built on it, after a failure. Weights, experts and workspaces stay.
 
-        NOTE: a process group closes its connections when its last reference goes; until then peers wait for this rank.
+        NOTE: a process group closes its connections when its last reference goes. Until then peers wait for this rank.
         """
         self.ranks = replace(self.ranks, group=None)
         self.kernels.leave()
 
     def regroup(self, ranks: RankContext) -> None:
-        """Take another process group; warm_up() comes next."""
+        """Takes another process group. warm_up() comes next."""
         assert (ranks.rank, ranks.device) == (self.ranks.rank, self.ranks.device), "arrange() gives another place"
         self.leave()
         self.ranks = ranks
 
     def arrange(self, rank: int, arrangement: Arrangement) -> None:
-        """Not collective; leave() came before, regroup() comes next. What is staged is taken where it fits, else dropped."""
+        """Takes another rank number, number of ranks or placement, between leave() and regroup(). Not collective.
+
+        A staged layer is adopted when it holds the wanted experts, and dropped otherwise.
+        """
         assert not self.kernels.built, "leave() comes first"
         ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
         device, slices = ranks.device.type, self.config.engine.tensor_parallel
@@ -235,29 +258,29 @@ class Worker:
                     if not staged.prepared:
                         self._unprepared.add(layer)
                 elif self._experts.get(layer) != wanted:
-                    self.checkpoint.check()  # before anything is given up
-                    self._layers.pop(layer, None)  # freed before the new ones are read
+                    self.checkpoint.check()  # before this rank frees any expert
+                    self._layers.pop(layer, None)  # frees the old experts before the new ones are read
                     self._experts.pop(layer, None)
                     self._take(layer, wanted)
                 self._staged.pop(layer, None)
             if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
                 self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
-                # The present ones are for other numbers of experts.
+                # The present kernels are built for other numbers of experts.
                 self.kernels = LayerKernels(self.plan, arrangement.config, ranks, self.known)
             self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
-        """The present placement of a layer, the logical experts of this rank's slots, and their weights. From any thread."""
+        """Returns a layer's placement, the logical experts of this rank's slots, and their weights. Thread-safe."""
         with self._arranging:
             placement = self.placements[layer]
             return placement, self._experts[layer], self._layers[layer]
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
-        """From the checkpoint. Raises CheckpointError where it is not the one that was loaded any more."""
+        """Reads experts from the checkpoint. Raises CheckpointError when the checkpoint has changed since it was loaded."""
         return self._source.load_layer(layer, experts, device)
 
     def out_of_reach(self, rank: int, arrangement: Arrangement) -> tuple[int, ...]:
-        """Layers whose experts arrange() would have to read, where the checkpoint cannot be read any more."""
+        """Returns the layers whose experts arrange() would have to read from a checkpoint that has changed or gone."""
         placements = arrangement.placements.items()
         lacking = tuple(layer for layer, each in placements if self._experts.get(layer) != each.experts_of(rank))
         try:
@@ -268,7 +291,11 @@ class Worker:
         return ()
 
     def secure(self, rank: int, arrangement: Arrangement, source: LayerSource, layers: Sequence[int]) -> None:
-        """Before arrange(), while steps run: take its experts of `layers` from `source`. Raises what that raises, NotReady."""
+        """Stages the experts that arrange() will need in `layers`, read from `source`, while steps run.
+
+        Raises:
+            NotReady: there is no memory for them. Errors of `source` pass through.
+        """
         one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
         needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
         free = self._free_bytes()
@@ -284,9 +311,18 @@ class Worker:
             self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read, prepared=False)
 
     def stage(self, layer: int, placement: Placement, *, source: LayerSource | None = None) -> bool:
-        """Not collective; steps may run meanwhile. False: there is no memory for it, and nothing has changed.
+        """Reads a layer's experts of another placement. Not collective. Steps may run meanwhile.
 
-        source: other than the checkpoint. Raises what it raises, CheckpointError for a checkpoint that was changed.
+        Args:
+            layer: the layer.
+            placement: the placement to prepare.
+            source: reads the experts. None: the checkpoint.
+
+        Returns:
+            False when there is no memory for it. Nothing has changed then.
+
+        Raises:
+            CheckpointError: the checkpoint has changed. Errors of `source` pass through.
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
         needed = _held_bytes(self._layers[layer])
@@ -300,15 +336,19 @@ class Worker:
         return True
 
     def capture_staged(self, layer: int) -> None:
-        """Between two steps, before any step of the staged placement: its CUDA graphs, where there are any.
+        """Captures the staged placement's CUDA graphs, if any, between two steps.
 
-        NOTE: before, since a rank that replays a graph and one that does not would not understand each other.
+        NOTE: capture before any step of the staged placement. A rank that replays a graph and one that runs eagerly
+        would not understand each other.
         """
         if (staged := self._staged.get(layer)) is not None:
             self._capture({layer: (staged.placement.version, staged.weights)})
 
     def adopt(self, layer: int, version: int) -> None:
-        """No step of the old placement may follow. Without a staged one of this version: nothing happens."""
+        """Makes the staged placement the present one. No step of the old placement may follow.
+
+        The call does nothing when no placement of this version is staged.
+        """
         if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
             with self._arranging:
                 self.placements[layer], self._layers[layer] = staged.placement, staged.weights
@@ -321,7 +361,7 @@ class Worker:
             self._keep_graphs()
 
     def _sliced(self, source: LayerSource) -> LayerSource:
-        """Where ranks share experts: of this rank's slice. Its number does not change with another place."""
+        """Returns a source of this rank's slices when ranks share experts. A rank keeps its slice in every arrangement."""
         slices = self.config.engine.tensor_parallel
         return source if slices == 1 else SlicedLayers(source, self.plan.served, self.ranks.rank % slices, slices)
 
@@ -335,7 +375,7 @@ class Worker:
         return replace(read, gate=gate, shared=None if read.shared is None else read.shared.fitted())
 
     def close(self) -> None:
-        """Collective. Frees buffers; the process group belongs to whoever made it."""
+        """Frees buffers. Collective. The process group belongs to the caller."""
         self._layers.clear()
         self._staged.clear()
         self.kernels.destroy()
@@ -353,7 +393,7 @@ class Worker:
             routing = Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         physical = to_physical(routing, placement, token_offset=first)
-        if plan.step >= 0:  # warm-up's tokens are nobody's
+        if plan.step >= 0:  # warm-up's tokens do not count as load
             self.load_counter.add(plan.layer, routing.ids_Mt)
             self.left_out = left_out(routing.ids_Mt, placement, plan.parts or (len(x_MK),))
         out_MK = self.kernels.forward(
@@ -367,7 +407,7 @@ class Worker:
         return out_MK
 
     def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
-        """The plan against what came: a mismatch here is a defect of the scheduler, not of a caller."""
+        """Checks the tensors against the plan. A mismatch is a defect of the scheduler, not of a caller."""
         rank, shape = self.ranks.rank, self.plan.spec.shape
         if not self.kernels.built:
             raise InternalError("the kernel is not built: warm_up() comes before step()")
@@ -390,13 +430,13 @@ class Worker:
         return held[plan.placement]
 
     def _build(self) -> None:
-        """The kernels on the present group."""
+        """Builds the kernels on the present group."""
         if not self.kernels.built:
             self.kernels.build(self.ranks)
         self._prepare()
 
     def _prepare(self) -> None:
-        """Let the experts classes see the layers that were read since."""
+        """Lets the experts classes prepare the layers that were read since the last call."""
         for layer in sorted(self._unprepared & set(self._layers)):
             weights = self._layers[layer]
             self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(layer, weights.experts))
@@ -412,19 +452,19 @@ class Worker:
 
     @property
     def _staging_margin(self) -> float:
-        """A layer that is packed lies beside its plain rows for a moment."""
+        """Returns the margin of free memory. A layer that is being packed lies beside its plain rows for a moment."""
         return STAGING_MARGIN + self.kernels.packs_weights
 
     def _free_bytes(self) -> int:
-        """Of the device, this rank's share of it."""
+        """Returns this rank's share of the device's free memory."""
         return free_bytes(self.ranks.device) // self.ranks.sharers
 
 
 def _held_bytes(layer: LayerWeights) -> int:
-    """Of its experts, with what lies behind their rows."""
+    """Returns the bytes of the layer's experts, padding behind their rows included."""
     return sum(max(tensor.nbytes, _reach(tensor)) for tensor in layer.experts.tensors().values())
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from its start to its end, zeros behind its rows included."""
+    """Returns the bytes from the tensor's start to its end, zeros behind its rows included."""
     return tensor.shape[0] * tensor.stride(0) * tensor.element_size() if tensor.ndim else 0

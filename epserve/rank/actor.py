@@ -1,4 +1,4 @@
-"""The Ray shell of one rank."""
+"""The Ray actor of one rank."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 TRIM_S = 15.0
-"""How often a CPU rank, whose batches of all sizes are its heap, gives free memory back to the system."""
+"""Seconds after which a CPU rank returns free memory to the system. Batches of all sizes come and go on its heap."""
 
 
 class RankActor:
-    """Ray's view of a Worker. `call` runs one method at a time; `background`, `ping` and `abort` have their own threads.
+    """Ray's view of a Worker. `call` runs one method at a time. `background`, `ping` and `abort` have their own threads.
 
-    A spare is one without a rank: `warm` instead of `set_up`, which then comes when it takes a rank over. A standby has
-    neither rank nor device: `stand_by` first, then `occupy`, then it goes on as either of them.
+    A spare has no rank: it runs `warm` at its start, and `set_up` when it takes a rank over. A standby has neither rank nor
+    device: it runs `stand_by` first, then `occupy`, and then goes on as a rank or as a spare.
     """
 
     def __init__(self, config: Config, device: str):
@@ -65,7 +65,7 @@ class RankActor:
         self._steps = RankSteps(self._poison)
         self._cores_note: tuple[str, ...] = ()
         self._host = cores.this_host()  # before this process is bound to a part of it
-        self._newest = -1  # generation of the last group that was to be joined
+        self._newest = -1  # generation of the last group that this rank was asked to join
         self._before_me: RankFacts | None = None
 
     @ray.method(concurrency_group="work")
@@ -74,7 +74,7 @@ class RankActor:
 
     @ray.method(concurrency_group="background")
     def background(self, method: str, *args) -> Outcome:
-        """For what may take long while steps run."""
+        """Runs a method that may take long while steps run."""
         return self._run_method(method, *args)
 
     def _run_method(self, method: str, *args) -> Outcome:
@@ -100,43 +100,42 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def load_counts(self) -> bytes:
-        """Tokens of each served layer and logical expert (`LoadCounter.read`)."""
+        """Returns the tokens of each served layer and logical expert (`LoadCounter.read`)."""
         return self._worker.load_counter.read() if self._worker is not None else b""
 
     @ray.method(concurrency_group="control")
     def abort(self, generation: int, unreachable: list[str]) -> None:
-        """End operations that wait for a rank which is gone, in the group of this generation: a call that comes late ends no
-        later one.
+        """Ends operations of this generation's group that wait for a lost rank. A late call does not end later groups.
 
-        Gloo needs no help where the process has ended: its sockets break. Behind a cut cable they do not, and gloo would wait
-        for its timeout: so the connections to nodes that are `unreachable` (addresses) are ended at this end.
+        Gloo needs no help if the process has ended, since its sockets break. Behind a cut cable they do not break, and gloo
+        would wait for its timeout. This rank therefore closes its connections to `unreachable` nodes (addresses).
         """
         if self._newest > generation:
             return
-        self._steps.aborted = generation  # first: what such an operation leaves behind must not be taken for a result
+        self._steps.aborted = generation  # set first: the output of an aborted operation must not count as a result
         hang_up(unreachable)
         if self._worker is not None:
             try:
                 self._worker.kernels.interrupt()
             except Exception:
-                # Then their own deadline ends the waits; what this thread must still do comes next.
+                # The waits then end at their own deadline. This thread still has work to do.
                 log.exception("rank %d: ending the device's waits", self._rank)
         if self._device.type == "cuda":
             groups.leave(self._device)
 
     def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
-        """All that costs time and needs neither device nor weights: imports. Which GPU it will be is not known yet."""
+        """Does the slow work that needs neither device nor weights: imports. The GPU is not known yet."""
         torch.set_num_threads(1)
         try:
             open_checkpoint(self._config.model.path, self._config.model.dtype)
-        except CheckpointError as error:  # it may be back by then, or other ranks have what is needed
+        except CheckpointError as error:  # it may be back later, or other ranks hold the experts
             log.warning("this standby found no checkpoint: %s", error)
         for each in chosen:
             backends = each.as_backends()
             backends.all2all.get(each.all2all)
             for name in (each.experts, *each.rivals):
                 backends.experts.get(name)
-        if _driver_started():  # it has read CUDA_VISIBLE_DEVICES then, which is not right yet
+        if _driver_started():  # the driver has then read CUDA_VISIBLE_DEVICES too early
             raise InternalError(
                 "something that was imported has started CUDA: a standby could not choose its GPU any more"
             )
@@ -144,11 +143,11 @@ class RankActor:
         return self._facts("")
 
     def _occupy(self, before_me: RankFacts) -> None:
-        """The place of a process that is gone. `set_up` or `warm` comes next, and takes its device."""
+        """Takes the place of a process that is gone. `set_up` or `warm` comes next and takes its device."""
         self._before_me = before_me
 
     def _warm(self, welcome: Welcome) -> RankFacts:
-        """All that costs time and needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
+        """Does the slow work that needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
         uuid = self._take_device()
         checkpoint = None
         try:
@@ -175,7 +174,7 @@ class RankActor:
         return self._set_up(rank, arrangement, welcome), self._listen(local), self._load()
 
     def _take_device(self) -> str:
-        """The GPU's id; empty on a CPU."""
+        """Takes the device. Returns the GPU's id, empty on a CPU."""
         torch.set_num_threads(1)
         self._device = torch.device("cpu")
         if (before := self._before_me) is not None:
@@ -226,7 +225,7 @@ class RankActor:
         return self._worker.load()
 
     def _listen(self, local: bool) -> LinkAddress:
-        """Open the data path: on this machine only, or on the node's address."""
+        """Opens the data path, on this machine only or on the node's address."""
         if self._server is not None:
             self._server.close()
         host = "" if local else ray.util.get_node_ip_address()
@@ -235,11 +234,11 @@ class RankActor:
         return self._server.address
 
     def _device_memory(self) -> DeviceMemory | None:
-        """What opens memory of clients on this rank's GPU."""
+        """Returns the opener of clients' memory on this rank's GPU."""
         return CudaMemory(self._device) if self._device.type == "cuda" else None
 
     def _join(self, address: GroupAddress) -> dict[str, float]:
-        """Collective: a new process group, the kernel on it, a warm-up step. The seconds of each part."""
+        """Joins a new process group, builds the kernel on it and warms up. Collective. Returns the seconds of each part."""
         assert self._worker is not None
         with self._steps.between():
             start = time.monotonic()
@@ -260,7 +259,7 @@ class RankActor:
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
 
     def _take_cores(self, group: Any) -> None:
-        """Collective: this rank's share of its host's cores, as many ranks as there are on the host now."""
+        """Takes this rank's share of its host's cores among the ranks now on the host. Collective."""
         index, sharers = groups.neighbours(group, self._config.engine.ranks, self._rank, self._host.key)
         asked = self._config.engine.cpu_threads
         share = cores.share_of(self._host, index, sharers, asked)
@@ -278,7 +277,7 @@ class RankActor:
         log.info("rank %d: %s", self._rank, *self._cores_note)
 
     def _leave(self, rank: int, arrangement: Arrangement) -> None:
-        """Out of the group, and to another place where there is one. Joining comes next."""
+        """Leaves the group, and takes another place if one is given. Joining comes next."""
         assert self._worker is not None
         with self._steps.between():
             self._leave_group()
@@ -286,7 +285,7 @@ class RankActor:
             self._worker.arrange(rank, arrangement)
 
     def _hand_out(self, local: bool) -> LinkAddress:
-        """Let other ranks take this one's experts: of this machine only, or at the node's address."""
+        """Lets other ranks take this rank's experts, from this machine only or at the node's address."""
         assert self._worker is not None
         if self._experts is not None:
             self._experts.close()
@@ -294,7 +293,7 @@ class RankActor:
         return self._experts.address
 
     def _stage(self, layer: int, placement: Placement, holders: Sequence[Holders]) -> dict[str, int] | None:
-        """How many experts came from where; None: there is no memory for them. holders: by slice."""
+        """Stages a layer. Returns the number of experts by source, or None when there is no memory. `holders` is by slice."""
         worker = self._worker
         assert worker is not None
         source = PeerSource(worker.held, holders[self._rank % len(holders)][layer], fallback=worker)
@@ -309,7 +308,10 @@ class RankActor:
         return self._worker.out_of_reach(self._rank, arrangement)
 
     def _secure(self, arrangement: Arrangement, layers: Sequence[int], holders: Sequence[Holders]) -> None:
-        """For `leave`: take the experts of `layers` from other ranks, since the checkpoint cannot be read. holders: by slice."""
+        """Takes the experts of `layers` from other ranks before `leave`, since the checkpoint cannot be read.
+
+        `holders` is by slice.
+        """
         worker, mine = self._worker, holders[self._rank % len(holders)]
         assert worker is not None
         for layer in layers:
@@ -353,11 +355,11 @@ class RankActor:
         groups.leave(self._device)
 
     def _poison(self) -> None:
-        """After a failure the group goes first, so that peers fail at once instead of waiting for this rank."""
+        """Leaves the group right after a failure, so that peers fail at once instead of waiting for this rank."""
         try:
             self._leave_group()
         except Exception:
-            # Already broken; what counts for the caller is the first error, which is reported.
+            # The group is already broken. The caller gets the first error.
             log.exception("rank %d: leaving a broken group", self._rank)
 
     def _context(self, group) -> RankContext:
@@ -371,17 +373,17 @@ class RankActor:
         )
 
     def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:
-        """Of the step thread."""
+        """Answers a frame of the data path. It runs in the step thread."""
         return self._steps.answer(self._worker, header, tensors, out, rank=self._rank, overlaps=self._overlaps)
 
     @property
     def _overlaps(self) -> bool:
-        """Whether a step still runs when all of it is queued."""
+        """Returns whether a step still runs after all of its work is queued."""
         return self._device.type == "cuda"
 
 
 def _driver_started() -> bool:
-    """Whether anything in this process has called cuInit; torch knows of its own calls only."""
+    """Returns whether any code in this process has called cuInit. Torch knows only its own calls."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank asks about its device and its process: memory, and kernels that were compiled late."""
+"""Facts about a rank's device and process: memory, and kernels that were compiled late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the GPU, or of the host's memory."""
+    """Returns the bytes of the GPU, or of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as lines:
@@ -18,13 +18,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held on the GPU, or of the host's memory."""
+    """Returns the most bytes that this process has held on the GPU, or in the host's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def compile_counter() -> Any:
-    """Triton's, where a backend of this process uses it, else None; nothing here may import Triton."""
+    """Returns Triton's compile counter if a backend of this process uses Triton, else None. It must not import Triton."""
     module = sys.modules.get("epserve.experts.triton.compiles")
     return module.COUNTER if module is not None else None

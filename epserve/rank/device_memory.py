@@ -1,8 +1,8 @@
-"""A rank's view of GPU memory that clients of its host share. The engine numbers regions; the rank opens, bounds and copies.
+"""A rank's view of GPU memory that clients of its host share. The engine numbers regions. The rank opens, bounds and copies.
 
-The engine's frames (link/transport.py) bring the openings and closings in one order with the steps, so that a region is there for
-each step that was sent before its closing. No step computes on a client's memory: rows are copied out of it into the
-rank's own first, which is what makes the check of their values mean something, and results are copied into it last.
+The engine's frames (link/transport.py) bring openings and closings in one order with the steps, so that a region is there for
+each step that was sent before its closing. No step computes on a client's memory. The rank copies rows into its own memory
+first, so that the check of their values stays valid, and copies results into the region last.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .step import DeviceRows, RegionRows
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Bytes; of a region's start, so that rows of any dtype that start at a multiple of their size lie as they must."""
+"""Alignment of a region's start in bytes, so that rows of any dtype at a multiple of their size are aligned."""
 
 
 class Refused(Exception):
-    """`field`: of the registration that is at fault."""
+    """A registration is refused. `field` names the registration's wrong field."""
 
     def __init__(self, text: str, field: str):
         super().__init__(text)
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Opened(Protocol):
-    """Memory of another process. `bytes`: uint8, from where the handle points to the end of the allocation."""
+    """Memory of another process. `bytes` is a uint8 tensor from the handle's address to the end of the allocation."""
 
     @property
     def bytes(self) -> torch.Tensor: ...
@@ -45,15 +45,15 @@ class Opened(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What opens handles on a rank's device."""
+    """Opens handles on a rank's device."""
 
     def open(self, handle: bytes) -> Opened:
-        """Raises Refused."""
+        """Opens a handle. Raises Refused."""
         ...
 
 
 class CudaMemory:
-    """CUDA IPC on one GPU."""
+    """Opens CUDA IPC handles on one GPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -90,7 +90,7 @@ class _OpenedCuda:
             raise
 
     def close(self) -> None:
-        """Copies that are under way end first."""
+        """Closes the memory after the copies that are under way."""
         torch.cuda.synchronize()
         cuda_memory.close_handle(self._address)
 
@@ -102,14 +102,14 @@ class _Region:
 
 
 class RankRegions:
-    """Of one rank; used by its step thread only. `memory` None: this rank has none to share (it runs on a CPU)."""
+    """The regions of one rank, for its step thread only. `memory` None: the rank runs on a CPU and has no GPU memory."""
 
     def __init__(self, memory: DeviceMemory | None):
         self._memory = memory
         self._regions: dict[int, _Region] = {}
 
     def told(self, header: dict[str, Any]) -> dict[str, Any]:
-        """What the engine asked: {"open": number, handle, offset, size, proof} or {"close": number}. What to answer."""
+        """Serves {"open": number, handle, offset, size, proof} or {"close": number} of the engine. Returns the answer."""
         if "close" in header:
             if (region := self._regions.pop(header["close"], None)) is not None:
                 _close(region.memory)
@@ -145,7 +145,7 @@ class RankRegions:
         self._regions.clear()
 
     def view(self, where: RegionRows, rows: int, columns: int) -> torch.Tensor:
-        """`(rows, columns)` in a region. Raises Refused; the front end has checked it, so that only a closed one is met here."""
+        """Returns `(rows, columns)` in a region. Raises Refused for a closed region. The front end has checked all else."""
         region = self._regions.get(where.region)
         if region is None:
             raise Refused("the region was unregistered meanwhile", "region")
@@ -156,21 +156,21 @@ class RankRegions:
 
 
 class StepRows:
-    """One step's rows on this rank, some of them in regions: `to` copies all into memory of the rank, `put` the results out,
-    `finish` looks at what the device found.
+    """One step's rows on this rank, some of them in regions.
 
-    For `Worker.step` it stands for the hidden states `(m, K)`: shape, dtype and `to`.
+    `to` copies all rows into the rank's memory, `put` copies the results out, `finish` reads the device's findings.
+    For `Worker.step` the object stands for the hidden states `(m, K)`: shape, dtype and `to`.
     """
 
     def __init__(self, regions: RankRegions, parts: Sequence[DeviceRows], host_MK: torch.Tensor):
-        """host_MK: rows of the parts without a source."""
+        """`host_MK` holds the rows of the parts without a source."""
         self._regions, self._parts, self._host_MK = regions, parts, host_MK
         self.shape = (sum(part.rows for part in parts), host_MK.shape[1])
         self.dtype = host_MK.dtype
         self.refused: dict[int, dict[str, Any]] = {}
-        """Part -> what its request is told."""
+        """Part -> the error of its request."""
         self.not_finite: dict[int, list[int]] = {}
-        """Part whose result went into a region -> its rows that hold NaN or infinity, as they are there."""
+        """Part whose result went into a region -> its rows that hold NaN or infinity there."""
         self._x_MK: torch.Tensor | None = None
         self._sums: dict[int, torch.Tensor] = {}
         self._totals = torch.empty(0)
@@ -193,7 +193,7 @@ class StepRows:
         return x_MK
 
     def put(self, y_MK: torch.Tensor, out_MK: torch.Tensor | None) -> torch.Tensor:
-        """Results into their regions, the others into `out_MK` or memory of their own, and returned; not waited for."""
+        """Copies results into their regions, and returns the others in `out_MK` or new memory, without waiting."""
         home = [rows_MK for part, rows_MK in self._rows_of(y_MK) if part.target is None]
         for number, (part, rows_MK) in enumerate(self._rows_of(y_MK)):
             if part.target is not None and number not in self.refused:
@@ -217,8 +217,10 @@ class StepRows:
         return out_MK
 
     def finish(self) -> None:
-        """When the results have been waited for: `refused` then has the rows that are not finite, too, and `not_finite` those of
-        results."""
+        """Fills `refused` with rows that are not finite, and `not_finite` with such rows of results.
+
+        The caller has waited for the results.
+        """
         for number, total in zip(self._sums, self._totals.tolist(), strict=True):
             if not math.isfinite(total):
                 self._look_at(number)
@@ -227,7 +229,7 @@ class StepRows:
                 self.not_finite[number] = rows
 
     def _look_at(self, number: int) -> None:
-        """A sum that is not finite may have passed the largest number: then each value is looked at."""
+        """Checks each value when a sum is not finite, since the sum itself may have passed the largest number."""
         assert self._x_MK is not None
         rows_MK = next(rows for index, (_, rows) in enumerate(self._rows_of(self._x_MK)) if index == number)
         wrong = torch.isfinite(rows_MK).logical_not().nonzero()
@@ -254,7 +256,7 @@ def as_json(parts: Sequence[DeviceRows]) -> list[Any]:
 
 
 def from_json(parts: Sequence[Any]) -> tuple[DeviceRows, ...]:
-    """Raises ValueError, TypeError or KeyError for what `as_json` has not made."""
+    """Parses the output of `as_json`. Raises ValueError, TypeError or KeyError for other data."""
 
     def one(rows: Any) -> RegionRows | None:
         if rows is None:
@@ -266,12 +268,12 @@ def from_json(parts: Sequence[Any]) -> tuple[DeviceRows, ...]:
 
 
 def _largest(rows_MK: torch.Tensor) -> torch.Tensor:
-    """`(M,)`: the largest magnitude of each row, NaN and infinity where a row holds them. One pass."""
+    """Returns `(M,)`: the largest magnitude of each row, or NaN or infinity if the row holds them. One pass."""
     return torch.linalg.vector_norm(rows_MK, math.inf, dim=1)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """From a GPU through pinned memory, and not waited for."""
+    """Copies from a GPU through pinned memory without waiting."""
     if values.device.type != "cuda":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -281,5 +283,5 @@ def _close(memory: Opened) -> None:
     try:
         memory.close()
     except Exception:
-        # The region is gone in any case; what a driver that has failed keeps goes with the process.
+        # The region is gone in any case. Memory that a failed driver keeps goes with the process.
         log.exception("closing a client's memory")

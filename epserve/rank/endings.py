@@ -1,4 +1,4 @@
-"""When a process of this machine has really ended: its files are closed, its memory is free, here and on its GPU."""
+"""Waits for the real end of a process on this machine: closed files, and free memory on the host and on its GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_S = 0.002
 
 
 def wait_for_end(facts: RankFacts) -> None:
-    """Blocks until this process has ended, whether its parent knows it yet or not. Raises NotReady."""
+    """Blocks until a process has ended, whether or not its parent has noticed. Raises NotReady after END_TIMEOUT_S."""
     end = time.monotonic() + END_TIMEOUT_S
     while lives(facts.pid, facts.started):
         if time.monotonic() > end:
@@ -24,7 +24,7 @@ def wait_for_end(facts: RankFacts) -> None:
 
 
 def lives(pid: int, started: int) -> bool:
-    """Whether a thread of it is left. A zombie whose other threads still end has its files, among them its GPU, open."""
+    """Returns whether a thread of the process is left. A zombie with other threads still holds its files and its GPU open."""
     try:
         fields = _stat(pid)
         return int(fields[19]) == started and (fields[0] not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1)
@@ -33,10 +33,10 @@ def lives(pid: int, started: int) -> bool:
 
 
 def start_ticks() -> int:
-    """When this process started, in clock ticks after the machine did: a process id alone may be used again."""
+    """Returns the process's start in clock ticks after the machine's. A process id alone may be used again."""
     return int(_stat(os.getpid())[19])
 
 
 def _stat(pid: int) -> list[str]:
-    """From field 3, the state, on (proc(5)); the name before it may hold anything."""
+    """Returns the fields of proc(5) stat from field 3, the state, on. The name before it may hold any character."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

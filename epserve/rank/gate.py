@@ -1,9 +1,9 @@
 """The gate: hidden states to the top-k expert ids and weights of each token. Pure functions.
 
 On the CPU it computes what the routers of Hugging Face transformers compute, in the same order of operations and the same
-dtypes, so that ids and weights agree bit for bit. On CUDA devices two kernels (`experts/triton/gate.py`) take its place: the
-same definition in exact products and float32 sums, and among equal scores the lowest expert id first. What they do not
-know goes through torch there too, in parts or whole, with the same rule for equal scores.
+dtypes, so that ids and weights agree bit for bit. On CUDA devices two kernels (`experts/triton/gate.py`) take its place. They
+follow the same definition in exact products and float32 sums, and take the lowest expert id first among equal scores. Cases
+that they do not cover run through torch there too, in parts or whole, with the same rule for equal scores.
 
 Legend: M tokens, K hidden size, E logical experts, G groups of experts, t = top-k.
 """
@@ -22,7 +22,7 @@ from epserve.modular_kernel import GateSpec, GateWeights, Routing
 
 
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
-    """Logical expert ids and weights of each token; `(0, K)` gives `(0, t)`."""
+    """Returns logical expert ids and weights of each token. `(0, K)` gives `(0, t)`."""
     assert spec.scoring != "client", "requests of this model bring their routing"
     kernels = _kernels(x_MK, weights.weight_EK)
     if (
@@ -39,7 +39,7 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
 
 
 def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
-    """The part of `route` after the matrix product."""
+    """Computes the part of `route` after the matrix product."""
     assert (correction_bias_E is not None) == spec.correction_bias
     kernels = _kernels(logits_ME)
     if kernels is not None and logits_ME.dtype in kernels.DTYPES and kernels.chooses(spec, logits_ME.shape[1]):
@@ -64,10 +64,10 @@ def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None
 
 
 def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeights:
-    """As the device likes them: on the CPU with zeros behind the rows, on CUDA a float32 weight in the model's 16-bit `dtype`,
-    where that loses nothing.
+    """Returns the gate's weights in the device's best form. Waits for the device.
 
-    Checkpoints store 16 bits even where the product is in float32: half the bytes, and tensor cores. Waits for the device.
+    On the CPU zeros lie behind the rows. On CUDA a float32 weight takes the model's 16-bit `dtype` if that loses nothing.
+    Checkpoints store 16 bits even if the product is in float32. The short form takes half the bytes and uses tensor cores.
     """
     weight_EK = weights.weight_EK
     if weight_EK.device.type == "cpu" and not spec.logits_float32:
@@ -79,14 +79,14 @@ def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeig
 
 
 def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
-    """Compile what hidden states of `dtype`, however many, need on the weights' device. Without kernels: nothing."""
+    """Compiles the kernels for any number of hidden states of `dtype` on the weights' device, if there are kernels."""
     kernels = _kernels(weights.weight_EK)
     if kernels is not None and spec.scoring != "client" and kernels.chooses(spec, weights.weight_EK.shape[0]):
         kernels.warm_up(weights, spec, dtype)
 
 
 def _kernels(*tensors: torch.Tensor):
-    """The module of the gate's kernels where these tensors are its own; they have no derivative."""
+    """Returns the module of the gate's kernels if it can take these tensors. The kernels have no derivative."""
     if not tensors[0].is_cuda or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
         return None
     return _kernel_module()
@@ -94,7 +94,7 @@ def _kernels(*tensors: torch.Tensor):
 
 @functools.cache
 def _kernel_module():
-    """None where Triton is not installed or does not run on this device."""
+    """Returns the module, or None when Triton is not installed or does not run on this device."""
     if importlib.util.find_spec("triton") is None:
         return None
     from epserve.experts.triton import gate as triton_gate
@@ -103,8 +103,10 @@ def _kernel_module():
 
 
 def _top(values: torch.Tensor, k: int, in_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of the last dimension and where they are. On a GPU the lowest index comes first among equals, as in the
-    kernels; on the CPU torch.topk decides, as in transformers."""
+    """Returns the k largest values of the last dimension and their indices.
+
+    On a GPU the lowest index comes first among equals, as in the kernels. On the CPU torch.topk decides, as in transformers.
+    """
     if values.is_cuda:
         return _stable_top(values, k)
     found = torch.topk(values, k, dim=-1, sorted=in_order)
@@ -138,7 +140,7 @@ def _float(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def whole(routing: Routing, top_k: int) -> Routing:
-    """As many columns as the kernels are made for: a request may name fewer experts a token than the model does."""
+    """Pads to the kernels' number of columns, since a request may name fewer experts a token than the model does."""
     missing = top_k - routing.ids_Mt.shape[1]
     if missing == 0:
         return routing

@@ -1,4 +1,4 @@
-"""All kernels of one rank: those of each group of layers, behind the calls that a worker makes for any layer."""
+"""All kernels of one rank: the kernels of each group of layers, behind one interface for any layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = tuple[int, Hashable]
 
 
 class LayerKernels:
-    """`groups`: in the plan's order. What is collective there is collective here; a group has workspaces of its own."""
+    """Holds `groups` in the plan's order. Methods are collective as in RankKernels. Each group has its own workspaces."""
 
     def __init__(self, plan: RankPlan, config: Config, ranks: RankContext, known: KnownTimes):
         self.groups = tuple(RankKernels(group, config, ranks, known) for group in plan.groups)
@@ -34,7 +34,7 @@ class LayerKernels:
 
     @property
     def first(self) -> RankKernels:
-        """Of the group with most layers."""
+        """Returns the kernels of the group with most layers."""
         return self.groups[0]
 
     @property
@@ -43,7 +43,7 @@ class LayerKernels:
 
     @property
     def ready(self) -> bool:
-        """The experts objects are made: weights can be prepared for them."""
+        """Whether the experts objects exist, so that weights can be prepared for them."""
         return all(kernels.ready for kernels in self.groups)
 
     @property
@@ -51,7 +51,7 @@ class LayerKernels:
         return any(kernels.packs_weights for kernels in self.groups)
 
     def build(self, ranks: RankContext) -> None:
-        """Collective: every path's kernel on the present group."""
+        """Builds every path's kernel on the present group. Collective."""
         for kernels in self.groups:
             kernels.build(ranks)
 
@@ -59,12 +59,12 @@ class LayerKernels:
         return self.of(layer).prepare_weights(experts)
 
     def warm_up(self, layers: Mapping[int, LayerWeights], on_phase: OnPhase) -> None:
-        """Collective: each group with any of its layers."""
+        """Warms up each group with any of its layers. Collective."""
         for kernels, layer in self._examples(layers):
             kernels.warm_up(layers[layer], on_phase)
 
     def time_experts(self, layers: Mapping[int, LayerWeights], again: bool) -> list[str]:
-        """Not collective, and instead of build()."""
+        """Times the experts backends. It replaces build() and is not collective."""
         return [
             line
             for kernels, layer in self._examples(layers)
@@ -95,7 +95,7 @@ class LayerKernels:
         tokens_per_rank: Sequence[int],
         shared_experts: SharedExperts | None,
     ) -> torch.Tensor:
-        """Collective, on the kernels of the key's layer."""
+        """Runs one step on the kernels of the key's layer. Collective."""
         return self.of(key[0]).forward(
             key, x_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, shared_experts=shared_experts
         )
@@ -125,7 +125,7 @@ class LayerKernels:
             kernels.leave()
 
     def destroy(self) -> None:
-        """Collective. Every group is destroyed, whatever becomes of the one before."""
+        """Destroys every group, also when an earlier one fails. Collective."""
         errors = []
         for kernels in self.groups:
             try:

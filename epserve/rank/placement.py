@@ -1,6 +1,6 @@
-"""Where experts live: logical expert -> physical slots on ranks, replicas, and the policy that balances load.
+"""Placement of experts: logical expert -> physical slots on ranks, replicas, and the policy that balances load.
 
-A placement is frozen and versioned; all functions here are pure. Legend: M tokens, t = top-k, E logical experts,
+A placement is frozen and versioned. All functions here are pure. Legend: M tokens, t = top-k, E logical experts,
 P physical experts of all ranks, L most replicas of one expert.
 """
 

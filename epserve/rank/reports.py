@@ -1,4 +1,4 @@
-"""What a rank tells about itself: where it runs, how it fares, how a call ended."""
+"""Reports of a rank: its location, its health, and the outcome of a call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .step import Counters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Where a rank's process runs. `gpu_uuid`, and `visible` (its CUDA_VISIBLE_DEVICES), are empty on CPU.
+    """The location of a rank's process. `gpu_uuid` and `visible` (its CUDA_VISIBLE_DEVICES) are empty on CPU.
 
-    started: in clock ticks after the machine's start; with `pid` it names one process for good.
+    `started` counts clock ticks after the machine's start. Together with `pid` it identifies one process for good.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank says when asked: it answers while its step thread computes."""
+    """A rank's health report. The rank answers while its step thread computes."""
 
     phase: str
     step: int
@@ -42,8 +42,10 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a rank is in the present arrangement: `notes` on what it measured and chose, its backends, its experts' bytes;
-    `times`: all that it knows of measured ones."""
+    """A rank's part in the present arrangement: its backends, its experts' bytes, and `notes` on measurements and choices.
+
+    `times` holds all measured times that the rank knows.
+    """
 
     notes: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -54,7 +56,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an actor method returns instead of raising, so that the reports of all ranks can be compared."""
+    """The result of an actor method. Methods return it instead of raising, so that the reports of all ranks can be compared."""
 
     value: Any = None
     failure: Failure | None = None

@@ -1,4 +1,4 @@
-"""What passes between a rank and whoever plans its steps: a step, an arrangement of experts, what was loaded, what was done."""
+"""Messages between a rank and the planner of its steps: steps, arrangements of experts, load reports and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerSource(Protocol):
 
 
 class Rows(Protocol):
-    """Hidden states `(m, K)` that do not lie in one tensor before a rank brings them together on its device."""
+    """Hidden states `(m, K)` in several places. A rank brings them together in one tensor on its device."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -30,26 +30,26 @@ class Rows(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
-        """On the device's current stream."""
+        """Gathers the rows on the device's current stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionRows:
-    """Rows of `dtype`, one behind the other from byte `offset` of a region that a rank has open on its GPU (its number)."""
+    """Contiguous rows of `dtype` from byte `offset` of a region, given by number, that a rank has open on its GPU."""
 
     region: int
     offset: int
     dtype: torch.dtype
 
     def row(self, number: int, columns: int) -> RegionRows:
-        """From that row on."""
+        """Returns the place of the rows from that row on."""
         return replace(self, offset=self.offset + number * columns * self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """So many of a rank's rows: where they come from and where their result goes; None: with the step's own tensors."""
+    """A number of a rank's rows: the source of the rows and the target of their result. None: the step's own tensors."""
 
     rows: int
     source: RegionRows | None = None
@@ -60,8 +60,8 @@ class DeviceRows:
 class StepPlan:
     """One step, the same on all ranks.
 
-    mode "block": the rank gates its tokens and adds the shared experts. "routed": logical ids and weights come along and
-    only the routed experts run. tokens_per_rank: M of each rank, zero allowed.
+    In mode "block" the rank gates its tokens and adds the shared experts. In mode "routed" the step brings logical ids and
+    weights, and only the routed experts run. `tokens_per_rank` is M of each rank, zero allowed.
     """
 
     step: int
@@ -69,24 +69,24 @@ class StepPlan:
     mode: str
     tokens_per_rank: tuple[int, ...]
     placement: int = 0
-    """Version of the layer's placement: no step mixes two."""
+    """Version of the layer's placement. No step mixes two versions."""
     parts: tuple[int, ...] = ()
-    """Tokens of each request in the step, in order; on a rank: of its share. Needed where experts are missing only."""
+    """Tokens of each request in the step (on a rank: in its share), in order. Used only while experts are missing."""
     shares: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """For each rank the (part, rows) that its tokens are, in order."""
+    """The (part, rows) pairs that make up each rank's tokens, in order."""
     device_rows: tuple[tuple[DeviceRows, ...], ...] = ()
-    """For each rank, as its shares, where some lie on its GPU; empty: none do on any, or on this one."""
+    """Each rank's rows, in the order of its shares, when some lie on its GPU. Empty: no rank, or not this one, has such rows."""
     refused: dict[int, dict[str, Any]] = field(default_factory=dict, compare=False)
-    """Filled while the step runs: parts that a rank could not take from, or put into, a region of its GPU, and why."""
+    """Part -> the reason why a rank could not read it from, or write it to, a region of its GPU. Filled while the step runs."""
     not_finite: dict[int, list[int]] = field(default_factory=dict, compare=False)
-    """Filled while the step runs: parts whose results went into a region of a GPU -> rows of them that are not finite."""
+    """Part whose result went into a GPU region -> its rows that are not finite. Filled while the step runs."""
     left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
-    """Filled while the step runs: parts whose tokens chose experts that are on no rank, and which."""
+    """Part -> experts that its tokens chose and that no rank holds. Filled while the step runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How many ranks there are and which experts each holds, layer by layer. All layers share one layout."""
+    """The number of ranks and the experts of each, layer by layer. All layers share one layout."""
 
     config: Config
     placements: Mapping[int, Placement]
@@ -94,7 +94,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one rank holds after load(). `experts`: logical ids in slot order. Sizes in bytes."""
+    """The contents of one rank after load(). `experts` holds logical ids in slot order. Sizes are in bytes."""
 
     rank: int
     experts: tuple[int, ...]
@@ -107,7 +107,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Since the start: steps and tokens that this rank finished, and (token, expert) slots that it sent out."""
+    """Steps and tokens that this rank has finished since the start, and (token, expert) slots that it has sent."""
 
     steps: int = 0
     tokens: int = 0

@@ -1,1 +1,1 @@
-"""What every rank will run and hold, decided before any weight is read. Pure functions."""
+"""Pure functions that decide, before any weight is read, the kernels and experts of every rank."""

@@ -1,4 +1,4 @@
-"""Which backends and which method class serve a layer: named in the configuration, or the first that fit. Pure functions."""
+"""Pure functions that choose a layer's backends and method class: those of the configuration, or the first that fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.measured.selection import Measuring
 
-# Order of trial where the configuration says "auto"; backends named nowhere here come last, in registration order.
+# Order of trial when the configuration says "auto". Other backends come last, in registration order.
 PREFER_ALL2ALL = {
     "cpu": ("local", "all_to_all", "allgather_reducescatter"),
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
@@ -32,24 +32,24 @@ RIVALS = {
     ("cuda", FusedMoEActivationFormat.Standard): ("triton", "cutlass", "deepgemm"),
     ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
 }
-"""Experts backends that are timed against each other where the configuration says "auto", in order of preference."""
+"""Experts backends that ranks time against each other when the configuration says "auto", in order of preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Names of the two backends, and why those before them in the order of trial were passed over."""
+    """Names of the two backends, and the reasons why earlier ones in the order of trial were passed over."""
 
     all2all: str
     experts: str
     passed_over: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
-    """Further pairs, of which each step takes the one that was measured as fastest for it."""
+    """Further pairs. Each step takes the pair that was measured as fastest for it."""
     rivals: tuple[str, ...] = ()
-    """Further experts backends of the same format: each rank takes the fastest for the rows that it has."""
+    """Further experts backends of the same format. Each rank takes the fastest for its number of rows."""
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of all pairs, to be compared between ranks and shown."""
+        """Returns the names of all pairs, to compare between ranks and to show."""
         pairs = [(self.all2all, self.experts), *self.others]
         all2alls, experts_names = zip(*pairs, strict=True)
         return "/".join(all2alls), "/".join(dict.fromkeys(experts_names))
@@ -66,7 +66,7 @@ class Chosen:
         )
 
     def explain(self) -> str:
-        """For the log: the choice in a line, and one for each pair that was passed over."""
+        """Returns lines for the log: the choice, and one line for each pair that was passed over."""
         passed = "".join(f"\n  - not {reason}" for reason in self.passed_over)
         timed = f" (each rank times it against {', '.join(self.rivals)})" if self.rivals else ""
         return "all-to-all {}, experts {}".format(*self.names) + timed + passed
@@ -80,7 +80,7 @@ def choose_backends(
     combine_order: str = "rank",
     here: bool = True,
 ) -> Chosen:
-    """The first pair, in order of preference, that fits the layer and, unless `here` is False, can run here."""
+    """Returns the first pair in order of preference that fits the layer and, unless `here` is False, can run here."""
     passed = []
     for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
         manager = all2all.REGISTRY.get(outer)
@@ -99,7 +99,7 @@ def choose_backends(
             backend = experts.REGISTRY.get(inner)
             missing = backend.unavailable() if here else None
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
-            # What is packed on some hosts only has other bits there, with one rank too.
+            # A backend that packs weights on some hosts only gives other bits there, with one rank too.
             if (
                 not reasons
                 and combine_order == "slot"
@@ -107,7 +107,7 @@ def choose_backends(
             ):
                 reasons = _slot_reasons(backend(spec))
             if not reasons:
-                # Slot order promises the same bits everywhere, which two backends do not give.
+                # Slot order promises the same bits everywhere. Two backends do not give the same bits.
                 timed = here and experts_name == "auto" and combine_order == "rank"
                 rivals = _rivals(spec, outer, inner) if timed else ()
                 return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed), rivals=rivals)
@@ -120,7 +120,7 @@ def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
 
 
 def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
-    """Experts backends that fit and run here beside the chosen one."""
+    """Returns the experts backends that fit and run here beside the chosen one."""
     record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
     names = RIVALS[spec.device, record.activation_format]
     if chosen not in names:

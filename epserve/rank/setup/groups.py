@@ -1,7 +1,7 @@
-"""Layers that are stored and served alike: the rows of a rank's plan. Pure functions.
+"""Groups of layers that are stored and served alike: the rows of a rank's plan. Pure functions.
 
-A layer's experts stay packed where a pair of backends takes them so, else they are multiplied out to the model's dtype, which
-is never refused: the row says why, and how many bytes that costs.
+A layer's experts stay packed if a pair of backends takes them so. Otherwise they are multiplied out to the model's dtype,
+which is never refused. The row then gives the reason and the cost in bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .backends import Chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathPlan:
-    """One all-to-all with its experts. `cap`: most tokens of the busiest rank in a step that may take it; None: any."""
+    """One all-to-all with its experts. `cap` is the most tokens of the busiest rank in a step on this path. None: any."""
 
     chosen: Chosen
     spec: LayerSpec
@@ -41,13 +41,16 @@ class PathPlan:
 
     @property
     def inner_options(self) -> PrepareFinalizeOptions:
-        """Of the all-to-all itself, to which ranks that share experts bring each other's tokens too."""
+        """Returns the all-to-all's own options. Ranks that share experts bring each other's tokens to it too."""
         return replace(self.options, max_tokens_per_rank=self.options.max_tokens_per_rank * self.spec.layout.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """`paths`: one, or the candidates of measured selection. why: experts are multiplied out; empty: they are as stored."""
+    """Layers of one kind. `paths` holds one path, or the candidates of measured selection.
+
+    `why` is the reason why experts are multiplied out. Empty: they stay as stored.
+    """
 
     stored: StoredAs
     layers: tuple[int, ...]
@@ -62,7 +65,7 @@ class LayerGroup:
 
     @property
     def sizes(self) -> ExpertSizes:
-        """Of the slice of each expert that a rank holds."""
+        """Returns the sizes of a rank's slice of each expert."""
         shape = self.spec.shape
         return ExpertSizes(
             hidden=shape.hidden,
@@ -73,7 +76,7 @@ class LayerGroup:
         )
 
     def expert_bytes(self, num_experts: int, quant: QuantConfig | None = None) -> int:
-        """Of one layer, with biases and scales, and on the CPU the zeros behind its rows."""
+        """Returns the bytes of one layer with biases, scales and, on the CPU, the zeros behind its rows."""
         made = empty_weights(self.sizes, quant or self.spec.quant, num_experts, torch.device("meta"))
         total = sum(tensor.nbytes for tensor in made.tensors().values())
         for each in (made.w13_eNK, made.w2_eKN):
@@ -83,7 +86,7 @@ class LayerGroup:
         return total
 
     def describe(self) -> str:
-        """For the log, `plan` and GetStatus: stored as, served as, by which kernel, bytes of the rank with the most experts."""
+        """Returns a line for the log, `plan` and GetStatus: stored as, served as, kernel, bytes of the largest rank."""
         most, layers = max(self.spec.layout.counts), len(self.layers)
         dtype = str(self.spec.shape.dtype).removeprefix("torch.")
         held, scheme = self.expert_bytes(most) * layers, self.spec.quant.scheme
@@ -107,9 +110,18 @@ def choose_group(
     named: str,
     paths_of: Callable[[LayerSpec], tuple[PathPlan, ...]],
 ) -> LayerGroup:
-    """Packed where that can be served, else multiplied out. `spec`: but for its quantisation. whole: an expert's sizes.
+    """Returns the group with packed experts if they can be served so, else with experts that are multiplied out.
 
-    named: the experts backend of the configuration. Raises ConfigError or Incompatible where neither can be served.
+    Args:
+        stored: the scheme in which the checkpoint stores the experts.
+        layers: numbers of the layers.
+        spec: the layer's spec, except its quantisation.
+        whole: the sizes of a whole expert.
+        named: the experts backend of the configuration.
+        paths_of: returns the paths for a spec.
+
+    Raises:
+        ConfigError, Incompatible: neither form can be served.
     """
     quantised = stored.method != "" and not stored.name.isupper()
     why = "no kernel takes this layout" if quantised and stored.quant == UNQUANTIZED else ""
@@ -135,7 +147,7 @@ def _short(error: Exception, quant: QuantConfig, device: str) -> str:
 
 
 def kinds_of(info: ModelInfo, served: tuple[int, ...]) -> list[tuple[StoredAs, tuple[int, ...]]]:
-    """Those of the served layers; kinds that differ in words alone stay apart."""
+    """Returns the kinds of the served layers. Kinds that differ only in their description stay apart."""
     found = [(kind, tuple(layer for layer in kind.layers if layer in served)) for kind in info.kinds]
     return [(kind, layers) for kind, layers in found if layers]
 

@@ -1,7 +1,7 @@
 """`epserve plan`: bytes that each rank will need, from headers and shapes alone, and the largest cap that fits.
 
-Weights, workspaces and all-to-all buffers are exact: the same functions that allocate them are asked. What a batch holds
-while it is in flight, and what the runtime takes for itself, are stated apart.
+Weights, workspaces and all-to-all buffers are exact: the functions that allocate them compute the sizes. The memory of a
+batch in flight and of the runtime is stated separately.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MIB = 1 << 20
 # allowance for the context, NCCL and the caching allocator, not a measurement; `--reserve-gib` replaces it.
 RUNTIME_BYTES = {"cpu": 300 * MIB, "cuda": 2048 * MIB}
 RANK_THREADS, BASE_THREADS = 32, 200
-"""Of one rank, and of the service with Ray's own processes: counted on two cores. More cores have more."""
+"""Threads of one rank, and of the service with Ray's own processes, counted on two cores. More cores have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank. `dense`: gates and shared experts, which every rank holds. `in_flight`: rows of one step."""
+    """Bytes of one rank. `dense` counts gates and shared experts, which every rank holds. `in_flight` counts a step's rows."""
 
     rank: int
     experts: int
@@ -50,7 +50,10 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """`memory`: what one rank may use, 0 when unknown. `largest_cap`: max_tokens_per_rank that fits; 0: none does."""
+    """The memory of all ranks. `memory` is the limit of one rank, 0 when unknown.
+
+    `largest_cap` is the largest max_tokens_per_rank that fits. 0: none fits.
+    """
 
     model: str
     device: str
@@ -60,7 +63,7 @@ class MemoryPlan:
     memory: int
     largest_cap: int
     layers: tuple[str, ...] = ()
-    """A line for each group of layers: stored as, served as, by which kernel, bytes a rank."""
+    """A line for each group of layers: stored as, served as, kernel, bytes of a rank."""
 
     @property
     def worst(self) -> RankMemory:
@@ -72,10 +75,10 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) -> MemoryPlan:
-    """Reads config.json and the safetensors headers; allocates nothing.
+    """Plans the memory from config.json and the safetensors headers, without allocating.
 
-    memory: bytes for one rank; 0: what this machine has, where it has the device. reserve: replaces RUNTIME_BYTES.
-    Raises what serving would raise: ConfigError, CheckpointError, Incompatible.
+    `memory` is the limit of one rank in bytes. 0: this machine's memory, if it has the device. `reserve` replaces
+    RUNTIME_BYTES. Raises the errors of serving: ConfigError, CheckpointError, Incompatible.
     """
     info = open_checkpoint(config.model.path, config.model.dtype, config.model.layers).info
     device = rank_plan.resolve_device(config.engine.device)
@@ -86,9 +89,9 @@ def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) 
 
 
 def check_machine(config: Config, info: ModelInfo, plan: RankPlan) -> None:
-    """Raises ConfigError where this machine has too little memory for the ranks, or may not run so many processes.
+    """Raises ConfigError when this machine has too little memory for the ranks, or may not run so many processes.
 
-    For ranks that all run here, before anything is started. Takes milliseconds.
+    It is for ranks that all run here, before anything is started. It takes milliseconds.
     """
     engine, device = config.engine, plan.spec.device
     processes = engine.ranks + engine.spares + engine.standbys
@@ -98,7 +101,7 @@ def check_machine(config: Config, info: ModelInfo, plan: RankPlan) -> None:
             f"engine.ranks {engine.ranks}, with spares and standbys {processes} processes, have some {threads} threads, this"
             f" user or container may have {most} (ulimit -u, pids.max); lower engine.ranks or raise the limit"
         )
-    # On a GPU the allowance for the runtime is no measurement: nothing is refused for its sake.
+    # On a GPU the allowance for the runtime is not a measurement, so it must not refuse a service.
     memory = _memory_here(config, device)
     found = _memory_plan(config, info, plan, memory, 0 if device == "cuda" else RUNTIME_BYTES[device])
     if not memory or found.fits:
@@ -127,7 +130,7 @@ def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, r
 
 
 def dense_bytes(info: ModelInfo, device: str) -> int:
-    """Of one layer's gate and shared experts."""
+    """Returns the bytes of one layer's gate and shared experts."""
     hidden, inner = (rows.padded(size, info.dtype, device) for size in (info.hidden, info.shared_intermediate))
     gate_row = info.hidden * 4 if info.gate.logits_float32 else hidden * info.dtype.itemsize
     shared = 2 * info.shared_intermediate * hidden + info.hidden * inner
@@ -145,7 +148,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
         asked = [rank_plan.memory_asked(group.paths, rank) for group in plan.groups]
         shared = sum(each.pop("workspaces") for each in asked)
         buffers = sum(size for each in asked for size in each.values())
-        # In and out of the rank; and, where no buffer holds them, all ranks' rows as they arrive and as they go home.
+        # Rows in and out of the rank. If no buffer holds them, also all ranks' rows as they arrive and as they return.
         standard = backend_choice.activation_format(plan.chosen) is FusedMoEActivationFormat.Standard
         received = most if standard else most * count
         in_flight = 2 * engine.max_tokens_per_rank * row + (0 if buffers else 2 * received * row)
@@ -169,7 +172,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
 
 
 def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, memory: int) -> int:
-    """By halving: need grows with the cap. At most 2^20, which no interconnect serves in one step."""
+    """Finds the largest cap by bisection, since need grows with the cap. 2^20 bounds it: no interconnect serves more a step."""
     low, high = 0, 1 << 20
     while low < high:
         middle = (low + high + 1) // 2
@@ -182,7 +185,7 @@ def _largest_cap(config: Config, info: ModelInfo, plan: RankPlan, runtime: int, 
 
 
 def _memory_here(config: Config, device: str) -> int:
-    """One rank's share of a GPU, or of this host's memory; 0 where it cannot be told."""
+    """Returns one rank's share of a GPU's or of this host's memory in bytes. 0: unknown."""
     if device == "cpu":
         return machine.memory_bytes() // config.engine.ranks
     if not torch.cuda.is_available():

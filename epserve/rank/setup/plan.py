@@ -1,4 +1,4 @@
-"""What every rank will run, decided from the configuration and the model before any weight is read. Pure functions."""
+"""Plans the kernels of every rank from the configuration and the model before any weight is read. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MEASURED = {
     "cpu": ("local", "all_to_all", "allgather_reducescatter"),
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll"),
 }
-"""Candidates where the configuration says "measured" and names none; of several, the first one serves until times are known."""
+"""Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """`layers`: the MoE layers to serve. `groups`: those that are stored and served alike, the one with most layers first."""
+    """The plan of all ranks. `layers` lists the MoE layers to serve. `groups` holds groups of like layers, largest first."""
 
     layers: tuple[int, ...]
     placement: Placement
@@ -53,7 +53,7 @@ class RankPlan:
 
     @property
     def spec(self) -> LayerSpec:
-        """Of the first group; others differ in their quantisation alone."""
+        """Returns the spec of the first group. Other groups differ only in their quantisation."""
         return self.first.spec
 
     @property
@@ -62,26 +62,26 @@ class RankPlan:
 
     @property
     def paths(self) -> tuple[PathPlan, ...]:
-        """Of all groups."""
+        """Returns the paths of all groups."""
         return tuple(path for group in self.groups for path in group.paths)
 
     @property
     def served(self) -> dict[int, QuantConfig]:
-        """In which scheme each layer's experts lie on the ranks."""
+        """Returns the scheme of each layer's experts on the ranks."""
         return {layer: group.spec.quant for group in self.groups for layer in group.layers}
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" is cuda where torch sees a GPU."""
+    """Returns the device. "auto" means cuda if torch sees a GPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
 
 
 def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = True) -> RankPlan:
-    """Raises ConfigError or Incompatible, with every reason. Takes milliseconds.
+    """Returns the plan. Raises ConfigError or Incompatible, with every reason. It takes milliseconds.
 
-    here: this machine runs it. False plans another one, as if it had every package and link.
+    With `here` this machine runs the plan. False plans another machine, as if it had every package and link.
     """
     engine = config.engine
     entries, slices = engine.ranks // engine.tensor_parallel, engine.tensor_parallel
@@ -111,7 +111,7 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
                      paths_of=lambda asked: choose_paths(asked, config, here=here))
         for kind, of in kinds_of(info, layers)
     )  # fmt: skip
-    # A file that is wrong is found before any weight is read.
+    # This check finds a wrong file before any weight is read.
     if here and engine.experts_tiles not in ("auto", "shipped"):
         for path in (path for group in groups for path in group.paths):
             for name in (path.chosen.experts, *path.chosen.rivals):
@@ -120,10 +120,10 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
 
 
 def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple[PathPlan, ...]:
-    """One path, or with all2all "measured" one for each candidate. Raises ConfigError or Incompatible with every reason."""
+    """Returns one path, or one for each candidate with all2all "measured". Raises ConfigError or Incompatible."""
     engine, order = config.engine, config.engine.combine_order
     options = kernel_options(config)
-    # A backend that waits on the host is refused where it is named and passed over where it is not; on the CPU all is eager.
+    # A backend that waits on the host is refused if it is named, and passed over otherwise. On the CPU all steps are eager.
     graphs = bool(engine.cuda_graph_tokens) and spec.device == "cuda"
     if engine.all2all != "measured":
         spec = replace(spec, cuda_graph=graphs)
@@ -149,7 +149,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
             continue
         found.append(_candidate(chosen, spec, options, engine.low_latency_max_tokens))
         if name == "local" and not named:
-            break  # nothing is sent: there is nothing to choose
+            break  # nothing is sent, so there is no choice
     if not found:
         raise Incompatible(
             f"no candidate of all2all 'measured' can serve this layer ({describe(spec)}):", tuple(passed)
@@ -158,7 +158,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
         names = ", ".join(path.chosen.all2all for path in found)
         raise ConfigError(f"all2all_candidates {names}: all have a cap on a step's tokens; add one that has none")
     found = _packed_alike(found)
-    found.sort(key=lambda path: path.cap is not None)  # the first serves whatever was not measured
+    found.sort(key=lambda path: path.cap is not None)  # the first path serves all sizes that were not measured
     others = tuple((path.chosen.all2all, path.chosen.experts) for path in found[1:])
     first = replace(found[0].chosen, others=others, passed_over=tuple(passed))
     paths = (replace(found[0], chosen=first), *found[1:])
@@ -171,7 +171,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
 
 
 def _packed_alike(paths: list[PathPlan]) -> list[PathPlan]:
-    """All paths compute with the same weights: with one that reads plain ones only, no class packs them."""
+    """Makes all paths compute with the same weights. If one reads only plain weights, no class packs them."""
     if all(activation_format(path.chosen) is FusedMoEActivationFormat.Standard for path in paths):
         return paths
     return [replace(path, chosen=_without_packing(path.chosen)) for path in paths]
@@ -198,7 +198,7 @@ def _check_cap(chosen: Chosen, spec: LayerSpec, cap: int, setting: str) -> None:
 
 
 def with_cap(paths: Iterable[PathPlan], engine: EngineConfig) -> tuple[PathPlan, ...]:
-    """The same paths with another `max_tokens_per_rank`, as `choose_paths` would have sized them."""
+    """Returns the same paths with another `max_tokens_per_rank`, sized as by `choose_paths`."""
     made = []
     for path in paths:
         cap = engine.max_tokens_per_rank
@@ -210,7 +210,7 @@ def with_cap(paths: Iterable[PathPlan], engine: EngineConfig) -> tuple[PathPlan,
 
 
 def memory_asked(paths: Iterable[PathPlan], rank: int) -> dict[str, int]:
-    """Bytes of each path's buffers, and of the workspaces that all of them share (twice with two batches in flight)."""
+    """Returns the bytes of each path's buffers and of the shared workspaces (twice with two batches in flight)."""
     asked, shared = {}, 0
     for path in paths:
         manager = all2all.REGISTRY.get(path.chosen.all2all)
@@ -220,9 +220,9 @@ def memory_asked(paths: Iterable[PathPlan], rank: int) -> dict[str, int]:
 
 
 def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
-    """For the largest batch that prepare can return: what the kernel reserves at warm-up.
+    """Returns the workspaces of the largest batch that prepare can return. The kernel reserves them at warm-up.
 
-    Without the GPU at hand the shapes are those of a device that nobody tuned for; a tuned one may split its sums less.
+    Without the GPU the shapes are those of an untuned device. A tuned device may split its sums less.
     """
     spec = path.spec
     here = spec.device == "cpu" or torch.cuda.is_available()
@@ -241,7 +241,7 @@ def workspaces(path: PathPlan, rank: int) -> WorkspaceShapes:
 
 
 def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions, low: int) -> PathPlan:
-    """Batched formats have blocks of fixed capacity, so that they get a cap of their own; others make rounds."""
+    """Returns a path. Batched formats have blocks of fixed capacity and a separate cap. Other formats make rounds."""
     if activation_format(chosen) is not FusedMoEActivationFormat.BatchedExperts:
         return PathPlan(chosen=chosen, spec=spec, options=options)
     cap = min(options.max_tokens_per_rank, low)
@@ -250,7 +250,7 @@ def _candidate(chosen: Chosen, spec: LayerSpec, options: PrepareFinalizeOptions,
 
 
 def first_placement(config: Config, info: ModelInfo) -> Placement:
-    """Of every layer, before any load is known."""
+    """Returns the placement of every layer before any load is known."""
     engine, slots = config.engine, info.num_experts + config.engine.redundant_experts
     slices = engine.tensor_parallel
     entries = engine.ranks // slices
@@ -259,7 +259,7 @@ def first_placement(config: Config, info: ModelInfo) -> Placement:
     layout = ExpertLayout.even(slots, entries, slices=slices)
     if engine.experts_per_rank:
         layout = ExpertLayout(counts=engine.experts_per_rank, slices=slices)
-    if 0 < layout.num_experts == slots < info.num_experts:  # what is left of a service that lost a rank
+    if 0 < layout.num_experts == slots < info.num_experts:  # the rest of a service that lost a rank
         left = tuple(range(slots))
         return Placement(num_logical=info.num_experts, layout=layout, physical_to_logical=left, partial=True)
     if layout.num_experts != slots:
@@ -271,16 +271,17 @@ def first_placement(config: Config, info: ModelInfo) -> Placement:
 
 
 def check_layout(config: Config, plan: RankPlan, layout: ExpertLayout) -> None:
-    """Raises Incompatible where no pair of backends serves the planned layers with this layout."""
+    """Raises Incompatible when no pair of backends serves the planned layers with this layout."""
     shape = replace(plan.spec.shape, num_experts=layout.num_experts)
     for group in plan.groups:
         choose_paths(replace(group.spec, shape=shape, layout=layout), config, here=False)
 
 
 def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config:
-    """The same service on `len(counts)` ranks (times those that share each entry) that hold `counts` physical experts.
+    """Returns the configuration of the same service on `len(counts)` ranks that hold `counts` physical experts.
 
-    A single rank has nobody to talk to, whatever all-to-all the others were told to use.
+    With tensor parallelism each entry stands for the ranks that share it. A single rank has no peers and needs no
+    all-to-all, so the configured one does not apply.
     """
     update = {
         "ranks": len(counts) * config.engine.tensor_parallel,
@@ -289,7 +290,7 @@ def resized(config: Config, counts: tuple[int, ...], num_experts: int) -> Config
     }
     if len(counts) == 1 and config.engine.all2all not in ("auto", "measured"):
         update["all2all"] = "local"
-    # A candidate that knows other numbers of ranks only is left out; the service goes on with the rest.
+    # A candidate that cannot serve this number of ranks is left out. The service goes on with the rest.
     kept = [name for name in config.engine.all2all_candidates if _knows(name, len(counts))]
     update["all2all_candidates"] = tuple(kept)
     engine = config.engine.model_copy(update=update)
@@ -303,7 +304,7 @@ def _knows(all2all_name: str, num_ranks: int) -> bool:
 
 
 def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
-    """Ascending; `model.layers`, or all. Raises ConfigError for those that the model has not."""
+    """Returns `model.layers`, or all layers, ascending. Raises ConfigError for layers that the model does not have."""
     unknown = sorted(set(config.model.layers) - set(info.layers))
     if unknown:
         raise ConfigError(
@@ -313,12 +314,12 @@ def served_layers(config: Config, info: ModelInfo) -> tuple[int, ...]:
 
 
 def measuring(config: Config) -> Measuring:
-    """How a rank's experts backends are timed against each other."""
+    """Returns the settings for timing a rank's experts backends against each other."""
     return Measuring(budget_s=config.engine.experts_timing_s, cache=config.engine.experts_times)
 
 
 def tuning(config: Config) -> Tuning:
-    """Where tiles of a rank's own kernels come from, and what a start may spend on them."""
+    """Returns the source of the tiles of a rank's kernels, and the time that a start may spend on them."""
     engine, tiles = config.engine, config.engine.experts_tiles
     return Tuning(
         folder=engine.experts_tiles_folder if tiles == "auto" else None,
@@ -328,7 +329,7 @@ def tuning(config: Config) -> Tuning:
 
 
 def tunes(paths: Iterable[PathPlan]) -> bool:
-    """Whether any backend that may serve chooses among tiles."""
+    """Returns whether any backend that may serve chooses among tiles."""
     names = {name for path in paths for name in (path.chosen.experts, *path.chosen.rivals)}
     return any(experts.REGISTRY.get(name).tunes for name in names)
 

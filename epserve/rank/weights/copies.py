@@ -1,4 +1,4 @@
-"""Copies of a model's experts in host memory, from which a spare takes what the rank that it replaces held."""
+"""Copies of a model's experts in host memory. A spare takes the experts of the rank that it replaces from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from epserve.rank.step import LayerSource
 LAYER_WIDE = ("a1", "a2")
 """Tensors of `ExpertWeights` that all experts of a layer share: scales of activations."""
 
-MARGIN = 1.1  # free memory against the bytes of the copies: what else grows meanwhile must not fail
+MARGIN = 1.1  # free memory / bytes of the copies: other allocations that grow meanwhile must not fail
 
 
 def free_bytes() -> int:
-    """Host memory that is left, in bytes."""
+    """Returns the free host memory in bytes."""
     with open("/proc/meminfo") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 class HostCopies:
-    """All experts of the served layers in host memory: a source of any rank's weights that needs no file."""
+    """Holds all experts of the served layers in host memory: a source of any rank's weights without files."""
 
     def __init__(self, checkpoint: LayerSource, num_experts: int, layers: Sequence[int]):
-        """Raises NotReady with both numbers, before memory runs out: the layers are alike, so the first tells the size."""
+        """Copies all layers. Raises NotReady with both sizes before memory runs out: the first layer tells the size of all."""
         self._layers: dict[int, LayerWeights] = {}
         for number, layer in enumerate(layers):
             self._layers[layer] = checkpoint.load_layer(layer, range(num_experts), torch.device("cpu"))
@@ -45,7 +45,7 @@ class HostCopies:
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         whole = self._layers[layer]
         index = torch.tensor(experts, dtype=torch.int64)
-        # Weights, biases and scales of weights have the experts in front.
+        # Weights, biases and scales of weights have the expert dimension in front.
         chosen: dict[str, Any] = {
             name: (tensor if name in LAYER_WIDE else _pick(tensor, index)).to(device)
             for name, tensor in whole.experts.tensors().items()
@@ -58,7 +58,7 @@ class HostCopies:
 
 
 def moved(weights: Any, device: torch.device) -> Any:
-    """A dataclass of tensors, on another device."""
+    """Returns a dataclass of tensors on another device."""
     tensors = {each.name: getattr(weights, each.name) for each in fields(weights)}
     return replace(weights, **{k: v.to(device) for k, v in tensors.items() if isinstance(v, torch.Tensor)})
 

@@ -1,9 +1,9 @@
-"""Experts from rank to rank, beside the steps: whoever moves an expert takes it from a rank that holds it.
+"""Moves experts from rank to rank, beside the steps: the new rank of an expert takes it from a rank that holds it.
 
-A connection of its own for each pair of ranks, never the steps' process group. An expert is one unit: its rows of every
-tensor, weights, biases and scales alike, in chunks with a checksum each; what an experts class derives from them is made
-anew where they arrive. What no rank hands over in time comes from the checkpoint. A newcomer that has no checkpoint
-(newcomers.py) also asks for what all ranks hold of a layer: gate, shared experts, scales of activations.
+Each pair of ranks has its own connection, and never uses the steps' process group. An expert is one unit: its rows of every
+tensor (weights, biases, scales), in chunks with a checksum each. The receiving rank derives prepared tensors anew. Experts
+that no rank hands over in time come from the checkpoint. A new rank without a checkpoint (newcomers.py) also asks for the
+tensors that all ranks hold of a layer: gate, shared experts, scales of activations.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # at a time in host memory, and on the bus between two kernels of a step: about a millisecond
 SHARE = {"cpu": 0.05, "cuda": 0.5}
-"""Of one core, at each end, that copying may take; the rest is pauses. On CPU ranks it is taken from the steps themselves."""
-PEER_TIMEOUT_S = 5.0  # for each chunk; then the peer is not asked again, and the checkpoint is read instead
+"""Share of one core that copying may take at each end. The rest is pauses. On CPU ranks the steps lose this share."""
+PEER_TIMEOUT_S = 5.0  # for each chunk. After it the rank reads the checkpoint and does not ask the peer again
 
 Held = Callable[[int], tuple[Placement, tuple[int, ...], LayerWeights]]
 """Layer -> its present placement, the logical experts of this rank's slots, and their weights."""
 
 
 class ExpertServer:
-    """A rank's end: a thread for each peer that asks. `held` must be safe to call from threads."""
+    """Serves a rank's experts, with a thread for each peer that asks. `held` must be safe to call from threads."""
 
     def __init__(self, held: Held, *, host: str = ""):
-        """host: listen on TCP there; empty: on an abstract Unix socket."""
+        """`host` is the address to listen on over TCP. Empty: an abstract Unix socket."""
         self._held = held
         self._door = Door(self._serve, protocol="experts", host=host)
         self.address = self._door.address
@@ -55,7 +55,7 @@ class ExpertServer:
     def _serve(self, sock: socket.socket) -> None:
         with sock:
             try:
-                sock.settimeout(None)  # a peer asks when it likes, and closes when it is done
+                sock.settimeout(None)  # a peer may ask at any time, and closes at the end
                 copier = _Copier()
                 while True:
                     self._send(sock, wire.receive_header(sock), copier)
@@ -85,10 +85,10 @@ class ExpertServer:
 
 
 class PeerSource(LayerSource):
-    """Experts of a layer for a rank that already serves it: its own, then those of peers, then the checkpoint's.
+    """Collects experts of a layer for a rank that already serves it: its own, then those of peers, then the checkpoint's.
 
-    holders: logical expert -> where ranks hand it out. Gate and shared experts, which all ranks hold, stay as they are.
-    `came_from` counts "here", "peer" and "checkpoint".
+    `holders` maps logical experts to addresses of ranks that hand them out. Gate and shared experts, which all ranks hold,
+    stay unchanged. `came_from` counts "here", "peer" and "checkpoint".
     """
 
     def __init__(self, held: Held, holders: Mapping[int, Sequence[LinkAddress]], fallback: LayerSource):
@@ -97,7 +97,7 @@ class PeerSource(LayerSource):
         self.came_from: Counter[str] = Counter()
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
-        """Raises whatever the fallback raises, for an expert that neither this rank nor a peer gives."""
+        """Returns the layer's experts. The fallback's errors pass through for an expert that no rank gives."""
         _, _, weights = self._held(layer)
         made = _like(weights.experts, len(experts), device)
         with self._peers:
@@ -125,13 +125,13 @@ class PeerSource(LayerSource):
 
 
 class Peers:
-    """Connections to ranks that hand out what they hold; one that failed is not asked again. For one thread.
+    """Connections to ranks that hand out experts. A rank that failed is not asked again. For one thread.
 
-    A context: they are closed at its end.
+    It is a context manager, which closes the connections at its end.
     """
 
     def __init__(self, *, hurry: bool = False):
-        """hurry: nobody computes meanwhile, so that copying need not spare anybody."""
+        """`hurry` copies without pauses, for times when no step runs."""
         self._hurry = hurry
         self._socks: dict[LinkAddress, socket.socket | None] = {}
         self.copier = _Copier()
@@ -152,7 +152,16 @@ class Peers:
         asked: dict[str, Any],
         targets_of: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]],
     ) -> bool:
-        """From the first of them that gives it. targets_of: the answer's header -> where its tensors go. False: none did."""
+        """Fetches tensors from the first rank that gives them.
+
+        Args:
+            addresses: ranks to ask, in order.
+            asked: the request.
+            targets_of: the answer's header -> the tensors to fill.
+
+        Returns:
+            False when no rank gave them.
+        """
         what = f"expert {asked['expert']}" if "expert" in asked else "what all ranks hold"
         for address in addresses:
             sock = self._connected(address)
@@ -202,7 +211,7 @@ class Peers:
 
 
 class _Copier:
-    """Chunks between host and device, on a stream of their own, with pauses. For one thread."""
+    """Copies chunks between host and device, on its own stream, with pauses. For one thread."""
 
     def __init__(self):
         self.hurries = False
@@ -211,26 +220,26 @@ class _Copier:
 
     @contextlib.contextmanager
     def paced(self, device: torch.device) -> Iterator[None]:
-        """Then a pause, by the processor time of what ran inside: waiting for the other end costs nobody anything."""
+        """Pauses after the block in proportion to its processor time. Waiting for the other end costs no processor time."""
         start = time.thread_time()
         yield
         if not self.hurries:
             time.sleep((time.thread_time() - start) * (1 / SHARE[device.type] - 1))
 
     def to_host(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Good until the next one."""
+        """Returns the chunk's bytes in host memory. They are valid until the next call."""
         if chunk.device.type != "cuda":
             return chunk
         there = self._staging(chunk.numel())
-        # NOTE: what is held is complete. Waiting for the current stream could be for ever: it may itself wait, in a collective,
-        # for the rank that asks.
+        # NOTE: held weights are complete, so no wait is needed. Waiting for the current stream could last for ever: the stream
+        # may itself wait, in a collective, for the rank that asks.
         with self._on_stream(chunk.device, after=False):
             there.copy_(chunk, non_blocking=True)
         return there
 
     @contextlib.contextmanager
     def from_host(self, room: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Host memory whose bytes are in `room` afterwards."""
+        """Yields host memory to fill. Its bytes are in `room` afterwards."""
         if room.device.type != "cuda":
             yield room
             return
@@ -251,7 +260,7 @@ class _Copier:
 
     @contextlib.contextmanager
     def _on_stream(self, device: torch.device, *, after: bool = True) -> Iterator[None]:
-        """after: of what the current stream has to do now, since who had this memory before may still use it."""
+        """`after` orders the copies after the current stream's work, since the memory's last user may still use it."""
         if device.type != "cuda":
             yield
             return
@@ -264,7 +273,7 @@ class _Copier:
 
 
 def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]:
-    """All that belongs to one expert, as views, or copies of packed matrices: plain rows on every rank."""
+    """Returns all tensors of one expert as plain rows: views, or copies of packed matrices."""
     parts = {name: tensor[slot] for name, tensor in _by_expert(weights).items()}
     if weights.packing is not None:
         parts["w13_eNK"], parts["w2_eKN"] = weights.matrices(slot)
@@ -272,7 +281,7 @@ def expert_tensors(weights: ExpertWeights, slot: int) -> dict[str, torch.Tensor]
 
 
 def common_tensors(weights: LayerWeights) -> dict[str, torch.Tensor]:
-    """What every rank holds of a layer, by dotted names: "gate.weight_EK", "shared.w2_KS", "experts.a1"."""
+    """Returns the tensors of a layer that every rank holds, by dotted names: "gate.weight_EK", "shared.w2_KS", "experts.a1"."""
     parts: dict[str, Any] = {"gate": weights.gate, "shared": weights.shared}
     found = {
         f"{part}.{each.name}": tensor
@@ -294,7 +303,7 @@ def _by_expert(weights: ExpertWeights) -> dict[str, torch.Tensor]:
 
 
 def _like(weights: ExpertWeights, num_experts: int, device: torch.device) -> ExpertWeights:
-    """The same tensors for another number of experts, with undefined contents. What is the layer's stays."""
+    """Returns tensors for another number of experts, with undefined contents. Layer-wide tensors stay the same."""
     made: dict[str, Any] = {
         name: torch.empty((num_experts, *each.shape[1:]), dtype=each.dtype, device=device)
         for name, each in _by_expert(weights).items()
@@ -307,5 +316,5 @@ def _pairs(made: ExpertWeights, slot: int, parts: Mapping[str, torch.Tensor]):
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Its bytes, in order, as views of at most CHUNK_BYTES; a scalar is one chunk."""
+    """Yields the tensor's bytes, in order, as views of at most CHUNK_BYTES. A scalar is one chunk."""
     return tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES)

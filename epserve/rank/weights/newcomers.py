@@ -1,7 +1,7 @@
-"""What a running service tells a process that becomes one of its ranks, and how such a one gets its weights without files.
+"""The facts that a running service gives to a new rank, and the new rank's source of weights without files.
 
-The checkpoint of the service's start may not be on a newcomer's host, or may have been replaced since. Where the ranks that
-serve hold every expert that the newcomer is to hold, it takes all of its weights from them.
+The checkpoint of the service's start may be absent on the new rank's host, or may have been replaced since. If the serving
+ranks hold every expert that the new rank needs, it takes all of its weights from them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from .hand_over import Peers
 log = logging.getLogger(__name__)
 
 Holders = Mapping[int, Mapping[int, Sequence[LinkAddress]]]
-"""Layer -> logical expert -> where ranks hand it out."""
+"""Layer -> logical expert -> addresses of ranks that hand it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """start: what the checkpoint looked like when the service started. info: of its model. times: what ranks have measured;
-    None: the service starts.
+    """The facts that a new rank gets.
 
-    holders: by slice of the experts (one where ranks share none); empty: nobody was asked yet. hurry: no step runs meanwhile.
+    Attributes:
+        start: the state of the checkpoint at the service's start.
+        info: the model's description.
+        times: times that ranks have measured. None: the service is starting.
+        holders: holders of experts for each slice (one slice when ranks share no experts). Empty: not known yet.
+        hurry: no step runs meanwhile.
     """
 
     start: Stamp
@@ -45,13 +49,13 @@ class Welcome:
 
 
 class RanksSource(LayerSource):
-    """Layers whole, with gate and shared experts, from ranks that serve them."""
+    """Takes whole layers, with gate and shared experts, from ranks that serve them."""
 
     def __init__(self, info: ModelInfo, holders: Holders, *, hurry: bool):
         self._info, self._holders, self._hurry = info, holders, hurry
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
-        """Raises NotReady for what no rank gives."""
+        """Returns the layer's weights. Raises NotReady for an expert that no rank gives."""
         holders = self._holders.get(layer, {})
         everybody = list(dict.fromkeys(address for each in holders.values() for address in each))
         common: dict[str, torch.Tensor] = {}
@@ -83,14 +87,14 @@ class RanksSource(LayerSource):
 
 
 def open_unchanged(model: ModelConfig, start: Stamp | None) -> UnchangedCheckpoint:
-    """Raises CheckpointError where it is not the one that the service has started with."""
+    """Opens the checkpoint. Raises CheckpointError when it differs from the checkpoint of the service's start."""
     return UnchangedCheckpoint(model.path, model.dtype, start=start)
 
 
 def sources_for(
     model: ModelConfig, rank: int, welcome: Welcome | None, opened: UnchangedCheckpoint | None
 ) -> tuple[UnchangedCheckpoint | LateCheckpoint, RanksSource | None]:
-    """The checkpoint, and the ranks that give this one its weights where it cannot be read here. Raises CheckpointError."""
+    """Returns the checkpoint, and the ranks that give the weights if it cannot be read here. Raises CheckpointError."""
     start, holders = (welcome.start, welcome.holders) if welcome is not None else (None, ())
     try:
         checkpoint = opened or open_unchanged(model, start)
@@ -106,12 +110,12 @@ def sources_for(
 
 
 def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """Those of one dataclass, by its own names."""
+    """Returns the tensors of one dataclass, by its own names."""
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def _rooms(described: Mapping[str, Sequence[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors with undefined contents. Raises ValueError for what is no dtype."""
+    """Returns tensors with undefined contents. Raises ValueError for a name that is not a dtype."""
     made = {}
     for name, (dtype, shape) in described.items():
         kind = getattr(torch, str(dtype).removeprefix("torch."), None)

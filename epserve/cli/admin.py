@@ -1,4 +1,4 @@
-"""`epserve rebalance` and `epserve scale`: what an operator asks of a running service."""
+"""`epserve rebalance` and `epserve scale`: an operator's commands to a running service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait.", min=0.001)]
 
 
 def tls_of(ca: Path | None, cert: Path | None, key: Path | None, name: str) -> Tls | None:
-    """What the four options say; None: no TLS."""
+    """Returns the TLS settings of the four options. None: no TLS."""
     from epserve.client import Tls
 
     return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key or name else None

@@ -44,7 +44,7 @@ app.add_typer(cluster_cli.app, name="cluster")
 
 OWN_HANDLERS = ("serve", "front-end", "demo")
 ONLY_LOOK = ("doctor", "compat", "plan", "config")
-"""A signal ends these on the spot: raised as KeyboardInterrupt in the imports that they spend their time with, it may be lost."""
+"""Commands that a signal ends at once. A KeyboardInterrupt raised inside their long imports may be lost."""
 
 
 @app.callback(invoke_without_command=True)
@@ -134,7 +134,7 @@ def front_end(
 
 
 def _log_as(form: Literal["text", "json"]) -> None:
-    """Of a process that serves; with json nothing else is on its streams."""
+    """Sets the logs of a serving process up. With json its streams carry nothing else."""
     logs.configure(form)
     if form == "json":
         logs.take_streams(stdout=True)
@@ -142,7 +142,7 @@ def _log_as(form: Literal["text", "json"]) -> None:
 
 
 def _overrides(items: list[str] | None) -> dict[str, Any]:
-    """KEY=VALUE, the value in YAML. Raises ConfigError."""
+    """Parses KEY=VALUE, with the value in YAML. Raises ConfigError."""
     import yaml
 
     from epserve.errors import ConfigError

@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class Stages:
-    """One line for each stage with the seconds since the start, and further ones while a stage lasts."""
+    """Prints one line for each stage with the seconds since the start, and further lines while a stage lasts."""
 
     def __init__(self, console: Console, since: float):
-        """since: of `time.monotonic`."""
+        """`since` is a time of `time.monotonic`."""
         self._console, self._since = console, since
 
     def __call__(self, text: str) -> None:
@@ -88,11 +88,11 @@ def run(
     console: Console | None = None,
     since: float | None = None,
 ) -> bool:
-    """Serve and compare one checkpoint after the other; True when every answer agrees with transformers.
+    """Serves and compares one checkpoint after the other. Returns True when every answer agrees with transformers.
 
+    `since` is the origin of the seconds shown, by `time.monotonic`. The default is now. SIGINT and SIGTERM raise SystemExit
+    with code 128 + the signal's number, once the ranks and the checkpoints are gone.
     Raises ConfigError or Incompatible for ranks and backends that cannot serve them, before anything is written or started.
-    since: where the seconds that are shown begin, by `time.monotonic`; default: now. SIGINT and SIGTERM raise SystemExit,
-    whose code is 128 + the signal's number, once the ranks and the checkpoints are gone.
     """
     _check(ranks, all2all, experts)
     console = console or Console()
@@ -144,7 +144,7 @@ def _config(path: Path, ranks: int, all2all: str, experts: str) -> Config:
 
 
 def _check(ranks: int, all2all: str, experts: str) -> None:
-    """What serving will check, of a model of these sizes that is not there yet."""
+    """Runs the checks of serving for a model of these sizes before the model exists."""
     config = _config(Path(), ranks, all2all, experts)
     info = ModelInfo(
         family="mixtral", name="demo", hidden=SIZES["hidden"], intermediate=SIZES["intermediate"],
@@ -156,7 +156,7 @@ def _check(ranks: int, all2all: str, experts: str) -> None:
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Between two services, which have handlers of their own: a SystemExit, so that the folder is removed on the way."""
+    """Raises SystemExit between two services, so that the folder is removed. Services have their own handlers."""
 
     def leave(number: int, frame: object) -> None:
         os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())  # it may have interrupted a print
@@ -172,13 +172,13 @@ def _signals_exit() -> Iterator[None]:
 
 
 def _farewell(console: Console, folder: str) -> None:
-    """Where a signal ends the process and nothing is cleaned up."""
+    """Cleans up when a signal ends the process and no other clean-up runs."""
     shutil.rmtree(folder, ignore_errors=True)
     console.show_cursor(True)  # the bar hides it
 
 
 def _until_done(work: Callable[[Listen], Coroutine[Any, Any, T]], farewell: Callable[[], None]) -> T:
-    """What `work` gives. Raises SystemExit when a signal comes before."""
+    """Returns the result of `work`. Raises SystemExit when a signal comes before."""
     results: list[T] = []
 
     async def kept(listen: Listen) -> None:
@@ -198,7 +198,7 @@ def _progress(console: Console) -> Progress:
 async def _serve_and_ask(
     config: Config, path: Path, clients: int, progress: Progress, bar: TaskID, title: str, stage: Stages, listen: Listen
 ) -> tuple[list[Answer], Any]:
-    """The answers, and the engine's status after them."""
+    """Returns the answers, and the engine's status after them."""
     async with contextlib.AsyncExitStack() as stack:
         async with stage.lasting(f"{title}: starting Ray and {config.engine.ranks} ranks"):
             engine, server = await stack.enter_async_context(running(config))

@@ -1,4 +1,4 @@
-"""`epserve doctor`: what is installed, which backends are usable and why not, ports, GPUs, and known traps of a machine."""
+"""`epserve doctor`: installed packages, usable backends with reasons, ports, GPUs, and known traps of a machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None = None) -> list[Finding]:
-    """Everything that can be checked in about two seconds; starts nothing. model: what would become of it on one rank here."""
+    """Runs all checks in about two seconds. Starts nothing. With `model` it tells how one rank here would serve the model."""
     findings = [_python(), *_packages(), *_gpus(), *_backends(), *_machine()]
     if port is not None:
         findings.append(check_port(host, port))
@@ -41,7 +41,7 @@ def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None
 
 
 def _layers(model: Path) -> list[Finding]:
-    """How each group of the model's layers is stored and would be served."""
+    """Returns how each group of the model's layers is stored and would be served."""
     from epserve.config import parse_config
     from epserve.errors import EpserveError
     from epserve.models import open_checkpoint

@@ -30,15 +30,15 @@ STATES = {
 }
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HEAT = ("blue", "cyan", "green", "yellow", "red")
-"""From cold to hot; the blocks' height says the same without colour."""
+"""Colours from cold to hot. The blocks' height shows the same without colour."""
 HEAT_COLUMNS = 32
-"""Widest heat strip; with more experts on a rank, neighbours share a column that shows the hottest of them."""
+"""Widest heat strip. With more experts on a rank, neighbours share a column that shows the hottest of them."""
 SPARK_SAMPLES = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of the table of ranks. `from_width`: of the terminal."""
+    """A column of the table of ranks. It shows from a terminal width of `from_width` on."""
 
     name: str
     justify: Literal["left", "right"] = "left"
@@ -61,13 +61,13 @@ COLUMNS = (
 
 @dataclass(slots=True)
 class View:
-    """What is on the screen: the last answer, and the samples that a single answer does not have."""
+    """The state of the screen: the last answer, and samples over several answers."""
 
     address: str
     model: pb.GetModelReply | None = None
     status: pb.GetStatusReply | None = None
     trouble: str = ""
-    """Why the last question had no answer."""
+    """The reason why the last question had no answer."""
     tokens: deque[float] = field(default_factory=lambda: deque(maxlen=SPARK_SAMPLES))
     _before: tuple[float, dict[int, int]] | None = None
     _rates: dict[int, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class View:
 
 
 def run(address: str, *, token: str | None, tls: Tls | None, interval_s: float, once: bool, console: Console) -> None:
-    """Until Ctrl-C; with `once` one frame. Raises EpserveError when the first question has no answer."""
+    """Shows the view until Ctrl-C, or one frame with `once`. Raises EpserveError when the first question has no answer."""
     view = View(address)
     with Client(address, ClientOptions(tls=tls), token=token) as client:
         view.model = client.model(timeout=5.0)
@@ -168,8 +168,10 @@ def run(address: str, *, token: str | None, tls: Tls | None, interval_s: float, 
 
 @contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """Set by Ctrl-C; at the end of the block that becomes KeyboardInterrupt again. Raised at once it can be lost: inside a
-    callback of gRPC Python only reports it."""
+    """Yields an event that Ctrl-C sets. The end of the block raises KeyboardInterrupt again.
+
+    Raised at once it can be lost, since Python only reports it inside a gRPC callback.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -184,7 +186,7 @@ def _interrupted() -> Iterator[threading.Event]:
 
 
 def heat(loads: Sequence[int], hottest: int) -> Text:
-    """One column for each expert, or for a few neighbours: its height and colour say how hot it is."""
+    """Returns one column for each expert, or for a few neighbours. Its height and colour show the load."""
     width = max(1, -(-len(loads) // HEAT_COLUMNS))
     strip = Text()
     for start in range(0, len(loads), width):
@@ -194,14 +196,14 @@ def heat(loads: Sequence[int], hottest: int) -> Text:
 
 
 def phases(seconds: Any) -> str:
-    """The three that take most of a rank's time."""
+    """Returns the three phases that take most of a rank's time."""
     total = sum(seconds.values())
     top = sorted(seconds.items(), key=lambda each: -each[1])[:3]
     return " ".join(f"{name} {100 * spent / total:.0f}%" for name, spent in top) if total else "–"
 
 
 def backends(choices: Any) -> str:
-    """Which one computes batches from how many rows on; empty: there is one for all."""
+    """Returns each backend with its least number of rows. Empty: one backend computes all batches."""
     parts: list[str] = []
     before = ""
     for each in choices:

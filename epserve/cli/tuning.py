@@ -1,8 +1,7 @@
-"""`epserve tune`: time tiles and experts backends for a configuration on this machine and keep what was fastest, so that its
-start need not.
+"""`epserve tune`: times tiles and experts backends for a configuration on this machine and keeps the fastest.
 
-Nothing is collective: ranks that hold equally many experts have equal times, so one of each kind is measured here, one after
-the other, on its own weights of the first served layer.
+A start then need not measure. Nothing is collective: ranks with equally many experts have equal times, so this process
+measures one rank of each kind, one after the other, on its own weights of the first served layer.
 """
 
 from __future__ import annotations
@@ -28,21 +27,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was measured on a rank like this one. `ranks`: those that hold as many experts."""
+    """Measurements of one kind of rank. `ranks` are the ranks that hold this number of experts."""
 
     ranks: tuple[int, ...]
     num_experts: int
     choices: tuple[Choice, ...]
-    """Of whole backends; empty: one fits."""
+    """Choices of whole backends. Empty: only one backend fits."""
     lines: tuple[str, ...]
 
 
 def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
-    """Yields one result for each number of experts that ranks hold; the file of times and the folder of tiles have it then.
-    Tiles take `engine.experts_tiles_timing_s` at most, backends `engine.experts_timing_s`, for each result.
+    """Yields one result for each number of experts that ranks hold, after the file of times or folder of tiles has it.
 
-    again: measure what the files have already, too. Raises ConfigError, before it measures, where there is nothing to measure
-    or where the result cannot be kept; CheckpointError, Incompatible.
+    For each result tiles take `engine.experts_tiles_timing_s` at most, and backends `engine.experts_timing_s`.
+    With `again` it also measures again the times that the files already have.
+
+    Raises:
+        ConfigError: before it measures, when there is nothing to measure or the result cannot be kept.
+        CheckpointError, Incompatible: the model cannot be served.
     """
     device = _device(config)
     info = open_checkpoint(config.model.path, config.model.dtype).info
@@ -63,7 +65,7 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
 
 
 def why_no_tiles(config: Config) -> str | None:
-    """Why tiles are not tuned here, for people; None: they are."""
+    """Returns the reason, for people, why tiles are not tuned here. None: they are tuned."""
     engine = config.engine
     device = rank_plan.resolve_device(engine.device)
     if device != "cuda":
@@ -82,7 +84,7 @@ def _tiles(config: Config, plan: rank_plan.RankPlan) -> bool:
 
 
 def _check_written(config: Config, *, tiles: bool) -> None:
-    """A service's start goes on without its times on disk; here they are all that it is about."""
+    """Raises ConfigError when times cannot be stored. A service's start goes on without them, but tuning has no other use."""
     engine = config.engine
     kept = [("engine.experts_times", engine.experts_times, "times")] if engine.experts_times is not None else []
     kept += [("engine.experts_tiles_folder", engine.experts_tiles_folder / "table", "tiles-folder")] if tiles else []

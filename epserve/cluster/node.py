@@ -1,7 +1,7 @@
-"""What runs on a node: looking around, ending one cluster's Ray processes, and starting and stopping the service.
+"""The program of a node: probes it, ends one cluster's Ray processes, and starts and stops the service.
 
-Standard library only, and no import of the rest of this package: `ssh.py` sends this file to the node's `python3 -`, so
-that it works before anything is installed there. Cluster files call it as `python3 -m epserve.cluster.node ACTION ...`.
+It uses the standard library only and imports nothing of this package. `ssh.py` sends this file to the node's `python3 -`, so
+it works before anything is installed there. Cluster files call it as `python3 -m epserve.cluster.node ACTION ...`.
 Every action prints one line of JSON last, except those for shells: `network`, whose output is evaluated, and `wait-nodes`.
 """
 
@@ -32,7 +32,7 @@ SUPERVISOR_START_S = 20.0  # an interpreter's start, on a busy machine
 
 
 def probe(gcs: str, paths: list[str] | None = None) -> dict:
-    """Facts that decide whether this node can join and serve; changes nothing. `gcs` "auto": the cluster it is part of."""
+    """Returns facts that decide whether this node can join and serve. Changes nothing. `gcs` "auto": the node's own cluster."""
     address, port = _split(gcs)
     facts: dict = {"host": socket.gethostname(), "python": sys.version.split()[0], "time": time.time()}
     facts["packages"] = {name: _version(name) for name in PACKAGES}
@@ -71,7 +71,7 @@ def _resolve(name: str) -> str:
 
 
 def _port_user(address: str, port: int) -> str:
-    """Who listens on the port, where it is this node's; empty when it is free or another node's."""
+    """Returns the listener on a port of this node. Empty when the port is free or the address is another node's."""
     with socket.socket() as attempt:
         attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -181,7 +181,7 @@ def _alive(pids: set[int]) -> set[int]:
 
 
 def end(pids: set[int], grace: float) -> int:
-    """SIGTERM, then SIGKILL after `grace` seconds; returns how many there were."""
+    """Sends SIGTERM, then SIGKILL after `grace` seconds. Returns the number of processes."""
     for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 3.0)):
         for pid in _alive(pids):
             with contextlib.suppress(ProcessLookupError):
@@ -193,10 +193,10 @@ def end(pids: set[int], grace: float) -> int:
 
 
 def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
-    """End this cluster's Ray here; gone means gone: `left` lists what would not die."""
+    """Ends this cluster's Ray here and waits for it. `left` lists processes that would not die."""
     pids: set[int] = set()
     stopped = 0
-    for _ in range(2):  # once more for what was being started while we looked
+    for _ in range(2):  # the second pass finds processes that were just being started
         found = own_ray(gcs) - pids
         stopped += end(found, grace)
         pids |= found
@@ -211,8 +211,8 @@ def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
 def ssh_masters(name: str) -> set[int]:
     """The shared ssh connections that this cluster's autoscaler keeps to its workers.
 
-    OpenSSH detaches them from Ray's processes, so that they outlive those: by 10 s when idle, and by as long as the
-    network lets them when their worker has gone. Ray's `command_runner.py` names their sockets.
+    OpenSSH detaches them from Ray's processes, so that they outlive those: by 10 s when idle, and until a network timeout
+    when their worker has gone. Ray's `command_runner.py` names their sockets.
     """
     mark = f"/{hashlib.sha256(name.encode()).hexdigest()[:10]}/"
     return {
@@ -223,7 +223,7 @@ def ssh_masters(name: str) -> set[int]:
 
 
 def forget(name: str) -> None:
-    """Remove what provider local remembers of a cluster: stale, it makes the next `ray up` wait for dead workers."""
+    """Removes provider local's state of a cluster. Stale state makes the next `ray up` wait for dead workers."""
     for suffix in ("state", "lock"):
         Path("/tmp/ray", f"cluster-{name}.{suffix}").unlink(missing_ok=True)
 
@@ -232,7 +232,7 @@ def forget(name: str) -> None:
 
 
 def nodes(gcs: str, count: int, timeout: float) -> dict:
-    """Wait until `count` nodes are alive, at most `timeout` seconds; then say what there is."""
+    """Waits until `count` nodes are alive, at most `timeout` seconds. Returns the nodes."""
     import ray
 
     ray.init(address=gcs, log_to_driver=False, logging_level=logging.ERROR, namespace="epserve-cluster")
@@ -253,7 +253,7 @@ def nodes(gcs: str, count: int, timeout: float) -> dict:
 
 
 def wait_nodes(count: str, timeout: str) -> None:
-    """For shell scripts on a node of the cluster: end well once `count` nodes are alive, badly after `timeout` seconds."""
+    """Exits with 0 once `count` nodes are alive, else with an error after `timeout` seconds. For shell scripts on a node."""
     alive = sum(node["alive"] for node in nodes(_this_cluster(), int(count), float(timeout))["nodes"].values())
     if alive < int(count):
         sys.exit(f"{alive} of {count} nodes joined within {timeout} s")
@@ -263,7 +263,7 @@ def wait_nodes(count: str, timeout: str) -> None:
 
 
 def start_service(folder: str, config: str) -> dict:
-    """Write the configuration and start the supervisor, detached; it starts the service and restarts it when it dies."""
+    """Writes the configuration and starts the supervisor, detached. It starts the service and restarts it when it dies."""
     base = _folder(folder)
     if _supervisor(base):
         return {"started": False, "same": (base / CONFIG).read_text(encoding="utf-8") == config}
@@ -284,7 +284,7 @@ def start_service(folder: str, config: str) -> dict:
 
 
 def wait_service(folder: str, timeout: float) -> dict:
-    """Until the service is ready or has given up."""
+    """Waits until the service is ready or has given up."""
     deadline = time.monotonic() + timeout
     while True:
         found = service(folder)
@@ -294,7 +294,7 @@ def wait_service(folder: str, timeout: float) -> dict:
 
 
 def service(folder: str) -> dict:
-    """Is it running, ready, how often was it restarted, and the end of its log when it is not well."""
+    """Returns whether the service runs and is ready, its number of restarts, and the end of its log when it is not well."""
     base = _folder(folder)
     pid = _supervisor(base)
     ready, state = _read(base / READY), _read(base / STATE)
@@ -304,7 +304,7 @@ def service(folder: str) -> dict:
 
 
 def stop_service(folder: str, grace: float) -> dict:
-    """SIGTERM lets the service finish what it accepted, at most `grace` seconds; then its whole process tree goes."""
+    """Stops the service. SIGTERM lets it finish accepted requests for at most `grace` seconds, then its process tree ends."""
     base = _folder(folder)
     pid = _supervisor(base)
     if pid is None:
@@ -339,7 +339,7 @@ def _folder(folder: str) -> Path:
 
 
 def _this_cluster() -> str:
-    """The head's address that Ray wrote down here; port 0, which nothing uses, when Ray never ran."""
+    """Returns the head's address that Ray stored on this node. Port 0, which nothing uses: Ray never ran here."""
     with contextlib.suppress(OSError):
         return Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip() or "127.0.0.1:0"
     return "127.0.0.1:0"

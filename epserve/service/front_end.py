@@ -1,7 +1,8 @@
-"""A front end in a process of its own: it serves clients, and another process has the ranks and orders the steps.
+"""A front end in a separate process: it serves clients, and another process has the ranks and orders the steps.
 
-`epserve front-end --join HOST:PORT` runs one; `server.front_ends` makes `epserve serve` start some on its own host, which
-get what they need as JSON on stdin (`python -m epserve.service.front_end`), secrets too, so that no process list shows them.
+`epserve front-end --join HOST:PORT` runs one. With `server.front_ends`, `epserve serve` starts some on its own host. These
+get their settings as JSON on stdin (`python -m epserve.service.front_end`), secrets included, so that no process list shows
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ WATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """address: of the process that orders the steps. timeout_s: how long it is looked for at the start."""
+    """The join of a front end. `address` is that of the process that orders the steps.
+
+    `timeout_s` is the longest search for that process at the start.
+    """
 
     address: str
     secret: bytes
@@ -38,14 +42,16 @@ class Joining:
     default_deadline_s: float = 60.0
     drain_timeout_s: float = 20.0
     parent: int = 0
-    """Process that started this one; when it is gone, so is this one. 0: none."""
+    """Id of the process that started this one. This process ends with it. 0: none."""
 
 
 async def serve(
     config: ServerConfig, joining: Joining, *, ready_file: Path | None = None, own_process: bool = False
 ) -> int:
-    """Until SIGTERM or SIGINT; then finish what was accepted and return the exit code (as `service.serve`). Raises ConfigError
-    when it cannot join, or when the other process serves something else now."""
+    """Serves until SIGTERM or SIGINT, then finishes accepted requests and returns the exit code (as `service.serve`).
+
+    Raises ConfigError when it cannot join, or when the other process now serves another model or configuration.
+    """
     allocator.settle()
     if ready_file is not None:
         claim(ready_file)
@@ -56,7 +62,7 @@ async def _serve(config: ServerConfig, joining: Joining, ready_file: Path | None
     peers = Peers()
     engine = await RemoteEngine.join(joining.address, joining.secret, timeout_s=joining.timeout_s, peers=peers)
     try:
-        face: Any = engine  # has what the serving package needs of an Engine, without its Ray
+        face: Any = engine  # has the Engine methods that the server needs, without Ray
         server = Server(face, config, default_deadline_s=joining.default_deadline_s, peers=peers)
         await server.start()
         try:
@@ -76,7 +82,7 @@ async def _serve(config: ServerConfig, joining: Joining, ready_file: Path | None
 
 
 async def _until_over(engine: RemoteEngine, parent: int) -> None:
-    """Returns for a drain. Raises ConfigError when what was joined is something else now."""
+    """Returns for a drain. Raises ConfigError when the joined service now serves another model or configuration."""
     orphaned = asyncio.ensure_future(_orphaned(parent))
     try:
         await asyncio.wait([engine.ended, orphaned], return_when=asyncio.FIRST_COMPLETED)
@@ -90,13 +96,13 @@ async def _until_over(engine: RemoteEngine, parent: int) -> None:
 
 
 async def _orphaned(parent: int) -> None:
-    """Returns when the parent is gone; without one, never."""
+    """Returns when the parent is gone. Without a parent it never returns."""
     while not parent or os.getppid() == parent:
         await asyncio.sleep(WATCH_S)
 
 
 def main() -> int:
-    """For `front_ends.FrontEnds`: everything comes on stdin. The exit code is 2 when trying again would not help."""
+    """Runs a front end for `front_ends.FrontEnds`, with all settings on stdin. Exit code 2: trying again would not help."""
     given = json.load(sys.stdin)
     config = ServerConfig.model_validate(given["server"])
     number = given["number"]

@@ -18,34 +18,34 @@ from epserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 READY_S = 120.0
-"""A process that imports torch on a machine whose ranks do the same."""
+"""Longest start in seconds of a process that imports torch while ranks on the machine do the same."""
 AGAIN_S = (0.5, 30.0)
-"""Waits before a front end that ended is started again: they double from the first to the last."""
+"""Waits in seconds before a front end that ended is started again. They double from the first to the last."""
 LONG_LIFE_S = 60.0
 STOP_S = 5.0
-"""Beyond the drain."""
+"""Seconds that a stop may take beyond the drain."""
 
 
 class FrontEnds:
-    """Numbers 1 to `server.front_ends` - 1; number 0 is this process."""
+    """Runs the front ends 1 to `server.front_ends` - 1. Number 0 is this process."""
 
     def __init__(self, config: Config, address: str, secret: bytes):
-        """address, secret: of this process's port for those that join."""
+        """`address` and `secret` are those of this process's port for joining front ends."""
         self._config, self._address, self._secret = config, address, secret
         self.facts: dict[int, dict[str, Any]] = {}
-        """Number -> host, port, pid, perhaps metrics_port, of those that serve now."""
+        """Number of a serving front end -> host, port, pid, perhaps metrics_port."""
         self._ports: dict[int, tuple[int, int | None]] = {}
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when all of them listen. Raises ConfigError; `stop` is then still due."""
+        """Starts all front ends and returns when they listen. After a ConfigError the caller must still call `stop`."""
         ready = [asyncio.get_running_loop().create_future() for _ in range(1, self._config.server.front_ends)]
         self._keeping = [asyncio.ensure_future(self._keep(number, each)) for number, each in enumerate(ready, 1)]
         await asyncio.gather(*ready)
 
     async def stop(self) -> None:
-        """Each finishes what it has accepted."""
+        """Stops all front ends after they have finished their accepted requests."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -79,7 +79,7 @@ class FrontEnds:
             await asyncio.sleep(wait)
 
     async def _run(self, number: int, ready: asyncio.Future[None]) -> None:
-        """One process, from its start to its end. Raises ConfigError when it does not come up."""
+        """Runs one process from its start to its end. Raises ConfigError when it does not come up."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "epserve.front_end",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -113,7 +113,7 @@ class FrontEnds:
     def _given(self, number: int) -> dict[str, Any]:
         config = self._config
         server = config.server.model_dump(mode="json")
-        # One that is started again keeps its place: clients know its address.
+        # A restarted front end keeps its ports, since clients know its address.
         port, metrics = self._ports.get(number, (config.server.ports[number], None))
         if config.server.metrics_port is not None:
             server["metrics_port"] = metrics or config.server.all_metrics_ports[number]

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(config: Config, others: Others | None = None):
-    """Start everything, yield (engine, server), stop everything, after a drain.
+    """Starts everything, yields (engine, server), then drains and stops everything.
 
     The front end listens before the ranks are up, so that the health service answers NOT_SERVING while they load.
-    others: is told which other front ends there are.
+    `others` is filled with the other front ends.
     """
     others = others or Others()
     engine = Engine(config)
@@ -57,7 +57,7 @@ async def running(config: Config, others: Others | None = None):
 
 
 async def _all(*work: Coroutine) -> None:
-    """The first that fails ends the others."""
+    """Runs all coroutines. The first failure cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)
@@ -70,14 +70,14 @@ async def _all(*work: Coroutine) -> None:
 
 @dataclass(slots=True)
 class Others:
-    """ports: where front ends join. further: those of this host. peers: what they all share with this process."""
+    """The other front ends. They join at `ports`. `further` are those of this host, `peers` the state that all share."""
 
     peers: Peers = field(default_factory=Peers)
     ports: list[JoinPort] = field(default_factory=list)
     further: list[FrontEnds] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        """For the ready file."""
+        """Returns the facts for the ready file."""
         listed = [facts for each in self.further for facts in each.facts.values()]
         joining = [each.address for each in self.ports if not each.address.startswith("unix:")]
         return {**({"front_ends": listed} if listed else {}), **({"join": joining[0]} if joining else {})}
@@ -85,7 +85,7 @@ class Others:
 
 @asynccontextmanager
 async def _joining(engine: Engine, config: Config, others: Others) -> AsyncIterator[None]:
-    """Listens for other front ends, of this host and of others, as far as they are configured."""
+    """Listens for other front ends, on this host and on others, if they are configured."""
     server = config.server
     limit = server.max_buffered_bytes
     try:
@@ -110,12 +110,17 @@ async def _joining(engine: Engine, config: Config, others: Others) -> AsyncItera
 
 
 async def serve(config: Config, *, ready_file: Path | None = None, own_process: bool = False) -> int:
-    """Serve until SIGTERM or SIGINT; then finish what was accepted and return the process's exit code: 0, or 128 + the signal's
-    number where it came before everything ran. A second signal ends this process and what it started at once. SIGHUP reads
-    the tokens file again.
+    """Serves until SIGTERM or SIGINT, then finishes accepted requests. SIGHUP reads the tokens file again.
 
-    ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
-    own_process: as in `until_signalled`.
+    A second signal ends this process and its descendants at once.
+
+    Args:
+        config: the service's configuration.
+        ready_file: written (atomically) when every rank has loaded and run a step: JSON with host, port and pid.
+        own_process: as in `until_signalled`.
+
+    Returns:
+        The process's exit code: 0, or 128 + the signal's number when the signal came before everything ran.
     """
     allocator.settle()
     if ready_file is not None:
@@ -124,7 +129,7 @@ async def serve(config: Config, *, ready_file: Path | None = None, own_process: 
 
 
 async def _serve(config: Config, ready_file: Path | None, listen: Listen) -> None:
-    """Until cancelled."""
+    """Serves until it is cancelled."""
     others = Others()
     async with running(config, others) as (engine, server):
         listen(
@@ -142,7 +147,7 @@ async def _serve(config: Config, ready_file: Path | None, listen: Listen) -> Non
             facts["metrics_port"] = server.metrics_port
         with write_ready(ready_file, facts | others.facts()):
             try:
-                # NOTE: not on the stop event: it would wake this task first, and the cancel would then hit the drain.
+                # NOTE: do not wait on the stop event. It would wake this task first, and the cancel would then hit the drain.
                 await asyncio.get_running_loop().create_future()
             except asyncio.CancelledError:
-                log.info("stopping")  # _until cancels at the first signal; leaving this block drains
+                log.info("stopping")  # _until cancels at the first signal, and leaving this block drains

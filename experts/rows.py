@@ -1,8 +1,8 @@
 """Matrix products on the CPU in which no row sees another one.
 
-oneDNN's bf16 kernels for AMX read a row in tiles of 32 columns. Where the inner size is not a multiple of 32, the last tile
-reaches into the next row, or behind the tensor, and what lies there is multiplied by zero: NaN for NaN and infinity. Here
-the rows of both factors then end in zeros, those of a weight since it was loaded. What the zeros cost is in docs/experts.md.
+oneDNN's bf16 kernels for AMX read a row in tiles of 32 columns. If the inner size is not a multiple of 32, the last tile
+reaches into the next row, or behind the tensor. The values there are multiplied by zero, which gives NaN for NaN and infinity.
+Here the rows of both factors then end in zeros, those of a weight since its load. docs/experts.md has the cost of the zeros.
 
 Legend: M rows, N columns, K inner size.
 """
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from epserve.modular_kernel import ExpertWeights, LayerSpec
 
 TILE = 32
-"""Columns; 64 bytes of bf16, a row of an AMX tile."""
+"""Columns of an AMX tile: a row has 64 bytes of bf16."""
 
 
 def padded(size: int, dtype: torch.dtype, device: str) -> int:
-    """The inner size that a product of rows of `size` values has. The processor does not matter: bits are the same on all."""
+    """Returns the inner size of a product of rows of `size` values. It is the same on all processors, and so are the bits."""
     return -(-size // TILE) * TILE if dtype == torch.bfloat16 and device == "cpu" else size
 
 
@@ -30,7 +30,7 @@ def padded_hidden(spec: LayerSpec) -> int:
 
 
 def with_zeros(w_NK: torch.Tensor) -> torch.Tensor:
-    """The weight `(..., N, K)`, its rows in memory that has zeros behind each. Copied once; itself where none are needed."""
+    """Returns the weight `(..., N, K)` with zeros in memory behind each row. It is a copy, or the weight if it needs no zeros."""
     size = w_NK.shape[-1]
     wide = _padded(w_NK)
     if size == wide or _ends_in_zeros(w_NK):
@@ -43,7 +43,7 @@ def experts_with_zeros(weights: ExpertWeights) -> ExpertWeights:
 
 
 def whole(w_NK: torch.Tensor) -> torch.Tensor:
-    """The weight with the zeros behind its rows. One that has not been through `with_zeros` is copied."""
+    """Returns the weight with the zeros behind its rows. A weight without the zeros of `with_zeros` is copied."""
     if w_NK.shape[-1] == _padded(w_NK):
         return w_NK
     if not _ends_in_zeros(w_NK):
@@ -52,7 +52,7 @@ def whole(w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def fitted(x_MK: torch.Tensor, whole_NK: torch.Tensor) -> torch.Tensor:
-    """Rows as wide as those of a weight that `whole` gave."""
+    """Returns rows as wide as those of a weight from `whole`."""
     missing = whole_NK.shape[-1] - x_MK.shape[-1]
     return F.pad(x_MK, (0, missing)) if missing else x_MK
 
@@ -67,8 +67,11 @@ def _padded(w_NK: torch.Tensor) -> int:
 
 
 def _ends_in_zeros(w_NK: torch.Tensor) -> bool:
-    """NOTE: known by the distance of the rows alone. Any other view of finite weights with that distance does no harm, since
-    the rows that it is multiplied by end in zeros."""
+    """Returns whether the rows of a weight end in zeros.
+
+    NOTE: it looks at the distance of the rows alone. Any other view of finite weights with that distance does no harm, because
+    the rows of the other factor end in zeros.
+    """
     wide = _padded(w_NK)
     last = w_NK.storage_offset() + sum(
         (n - 1) * step for n, step in zip(w_NK.shape[:-1], w_NK.stride()[:-1], strict=True)

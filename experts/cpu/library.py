@@ -153,6 +153,6 @@ def _wrong(made: Library, dtype: torch.dtype) -> str | None:
 
 
 def fused(y_SK, x_SK, packed, biases, expert_S, *, kind: str, isa: str) -> None:
-    """Writes `y = w2 act(w13 x)` into `y_SK`, one expert a row. `expert_S` int32 must be valid: the operator does not check it."""
+    """Writes `y = w2 act(w13 x)` into `y_SK`, one expert a row. The operator does not check `expert_S`, valid int32."""
     ones = torch.ones((len(expert_S), 1))
     torch.ops._C.cpu_fused_moe(y_SK, x_SK, *packed, *biases, ones, expert_S[:, None], False, kind, isa)

@@ -1,5 +1,5 @@
-"""Which tiles the Triton kernels can take for one layer on one GPU: what a table from outside is checked by, and what candidates
-are made from.
+"""Limits of the tiles that the Triton kernels can take for one layer on one GPU. They check tables from outside and bound the
+candidates of a search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST = {"split": 16, "group": 1 << 20, "stages": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of the kernels for one layer on one GPU. `size`: bytes of an element as it is multiplied."""
+    """Holds the limits of the kernels for one layer on one GPU. `size`: bytes of an element in the product."""
 
     scheme: str
     hidden: int
@@ -31,13 +31,13 @@ class Limits:
     fly: bool
     """The first GEMM can quantise its rows: a static scale, or blocks."""
     group: int = 1
-    """4-bit weights: so many share a scale."""
+    """Number of 4-bit weights that share a scale."""
     specialised: bool = True
     gpu: Gpu = HOPPER
 
     @classmethod
     def of(cls, spec: LayerSpec, *, specialised: bool = True, gpu: Gpu = HOPPER) -> Limits:
-        """Without a device: those of the device that can do most."""
+        """Returns the limits for a layer. By default the GPU is the most capable one."""
         scheme, shape = spec.quant.scheme, spec.shape
         act = spec.activation
         plain = act.kind == "silu" and act.gated and not act.limit and not spec.bias
@@ -60,11 +60,11 @@ class Limits:
         return self.scheme in PACKED
 
     def bytes_of(self, c: GemmTiles, bm: int, *, gated: bool) -> int:
-        """Shared memory of the pipeline's buffers, about."""
+        """Returns about the bytes of shared memory of the pipeline's buffers."""
         return bytes_of(c, bm, scheme=self.scheme, gated=gated, gpu=self.gpu, group=self.group if self.packed else 0)
 
     def why_not(self, tiles: Tiles, problem: Problem, bucket: int) -> str | None:
-        """Why these tiles cannot serve batches of this bucket, naming field, value and what is allowed; None: they can."""
+        """Returns why these tiles cannot serve batches of this bucket, with field, value and allowed values, or None."""
         for name, c in (("gate_up", tiles.gate_up), ("down", tiles.down)):
             if reason := _wrong_type(c) or self._why_not_gemm(c, tiles, gated=name == "gate_up"):
                 return f"{name}: {reason}"

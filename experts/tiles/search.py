@@ -1,6 +1,6 @@
-"""The search for tiles: which candidates are timed, in what order and how often, and when one may replace what would serve.
+"""The search for tiles: the order and number of timings of candidates, and the condition to replace the current tiles.
 
-Nothing here touches a device: a bench compiles, times and compares.
+This module touches no device: a bench compiles, times and compares.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ from .candidates import First, Option, Options, joined
 from .sizes import Tiles
 
 GAIN = 0.01
-"""What new tiles must win over those that would serve: noise must not decide."""
+"""Fraction of the time that new tiles must win over the current tiles, so that noise does not decide."""
 AGAIN = 4
-"""So many of the best are timed twice more: clocks fall while a chip is warm, so that order matters."""
+"""Number of best candidates that are timed twice more. Clocks fall while a chip is warm, so order matters."""
 COMPILING = 0.5
-"""Most of a token tile's share of the time that goes into compiling."""
+"""Largest fraction of a token tile's share of the time that goes into compiling."""
 
 
 class Bench(Protocol):
-    """One cell on a device: the same batches for every candidate."""
+    """Measures one cell on a device, with the same batches for every candidate."""
 
     def compile(self, options: Options, deadline: float) -> Options:
-        """Those of the options, in order, that were compiled or are being tried until the deadline."""
+        """Compiles options until the deadline and returns, in order, those that were compiled or are being tried."""
 
     def time(self, which: str, bm: int, option: Option, partner: Option) -> float | None:
-        """Microseconds of one GEMM ("gate_up" with what comes before it, "down" with what comes after) for one batch. None:
-        it failed. partner: of the other GEMM; its result is what "down" reads."""
+        """Returns the microseconds of one GEMM for one batch, or None if it failed.
+
+        Args:
+            which: "gate_up" with the steps before it, or "down" with the steps after it.
+            partner: option of the other GEMM, whose result "down" reads.
+        """
 
     def compare(self, old: Tiles, new: Tiles) -> tuple[float, float, str | None]:
-        """Microseconds of the whole layer with each, in turn, and what is wrong with the new one's result, if anything."""
+        """Returns the microseconds of the whole layer with `old` and with `new`, in turn, and an error in `new`'s result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The tiles of a cell, perhaps those that it had, and whole layers' times. `timed`: candidates."""
+    """Holds the best tiles of a cell, perhaps its current ones, and times of the whole layer. `timed`: number of candidates."""
 
     tiles: Tiles
     times: Times
@@ -53,9 +57,9 @@ Clock = Callable[[], float]
 def search(
     bench: Bench, current: Tiles, options: Sequence[Options], *, deadline: float, clock: Clock = time.monotonic
 ) -> Found | None:
-    """The fastest pair of GEMMs over all token tiles, checked against `current` as a whole layer; None: nothing was timed.
+    """Returns the fastest pair of GEMMs over all token tiles, checked against `current` as a whole layer, or None without times.
 
-    Runs over the deadline by one measurement at most, and by the last comparison.
+    It runs over the deadline by one measurement at most, and by the last comparison.
     """
     best: tuple[float, Tiles] | None = None
     timed, begin = 0, clock()
@@ -80,7 +84,7 @@ def search(
 
 
 def _with_current(options: Options, current: Tiles) -> Options:
-    """What would serve comes first: it is timed whenever anything is."""
+    """Returns the options with the current tiles first, so that they are timed whenever any option is."""
     if options.bm != current.bm:
         return options
     first = First(current.gate_up, current.expand)
@@ -94,7 +98,7 @@ def _with_current(options: Options, current: Tiles) -> Options:
 def _fastest(
     bench: Bench, which: str, options: Options, partner: Option, limit: float, clock: Clock
 ) -> tuple[tuple[float, Option] | None, int]:
-    """Microseconds and option; and how many were timed. Each once, then the best few again, in turn."""
+    """Times each option once, then the best few again, in turn. Returns the best (microseconds, option) and the number timed."""
     seen: dict[Option, list[float]] = {}
     for option in options.of(which):
         if seen and clock() > limit:

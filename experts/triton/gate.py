@@ -23,14 +23,14 @@ from .compiles import COUNTER
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 1024, 32, 64
 """A row of scores lies in registers, and the choice is unrolled."""
 CHUNK = {2: 256, 4: 128}
-"""By bytes of a weight, values of K in one accumulator: 16 or 24 steps of a tensor core, whose sums are cut off rather than
-rounded. Float32 weights and their three pieces take more registers."""
+"""Values of K in one accumulator, by bytes of a weight: 16 or 24 steps of a tensor core, which truncates sums instead of
+rounding them. Float32 weights and their three pieces take more registers."""
 OUTER = 4
 """Sums of chunks that are added last: programs for each tile of a thick batch."""
 ROWS = 1
 """Tokens a program of the second launch."""
 LOADS = 8192
-"""Numbers that one warp of it reads: more spill registers, and a row that lies within one warp needs no barrier."""
+"""Numbers that one warp of the second launch reads. More spill registers, and a row within one warp needs no barrier."""
 SCORINGS = {
     "softmax": kernels.SOFTMAX.value,
     "sigmoid": kernels.SIGMOID.value,
@@ -41,7 +41,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """bt tokens x be experts a program; whole: it sums every chunk of one of the OUTER sums, else it has one chunk."""
+    """Holds bt tokens x be experts a program. whole: a program sums every chunk of one of the OUTER sums, else one chunk."""
 
     up_to: float
     """The largest M that it serves."""
@@ -53,10 +53,10 @@ class Tile:
 
 
 def tiles(num_experts: int, weight_dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """From few tokens to many; a thin batch is split over K as far as it goes, to spread the weights over the chip.
+    """Returns tiles from few tokens to many. A thin batch is split over K as far as possible, to spread weights over the chip.
 
-    Before compute capability 9.0 products of single warps hold both operands in registers, and a multiprocessor may have no more
-    than 99 KiB of shared memory: smaller tiles."""
+    Tiles are smaller before compute capability 9.0: products of single warps hold both operands in registers there, and a
+    multiprocessor may have no more than 99 KiB of shared memory."""
     narrow = Tile(up_to=float("inf"), bt=64, whole=True)
     if capability < (9, 0):
         return Tile(up_to=32, bt=16), Tile(up_to=256, bt=32), narrow
@@ -74,12 +74,12 @@ def unavailable() -> str | None:
 
 
 def chooses(spec: GateSpec, num_experts: int) -> bool:
-    """Whether `choose` knows this gate."""
+    """Returns whether `choose` can compute this gate."""
     return num_experts <= MAX_EXPERTS and spec.top_k <= MAX_TOP_K and spec.num_groups <= MAX_GROUPS
 
 
 def multiplies(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> bool:
-    """Whether products of these dtypes are exact in the kernel: both of one 16-bit dtype, or bf16 x float32 (in three pieces)."""
+    """Returns whether the kernel's products are exact: both operands of one 16-bit dtype, or bf16 x float32 (three pieces)."""
     w_EK = weights.weight_EK
     exact = x_MK.dtype == w_EK.dtype or (x_MK.dtype, w_EK.dtype) == (torch.bfloat16, torch.float32)
     lie = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x_MK, w_EK)) and x_MK.shape[1] % 16 == 0
@@ -88,7 +88,7 @@ def multiplies(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> bool
 
 
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
-    """For what `multiplies` and `chooses` know: logits in float32, rounded to x's dtype unless the spec says float32."""
+    """Routes rows if `multiplies` and `chooses` hold. Logits are float32, rounded to x's dtype unless the spec says float32."""
     M, K = x_MK.shape
     E = weights.weight_EK.shape[0]
     chunk = CHUNK[weights.weight_EK.element_size()]
@@ -106,12 +106,12 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
 
 
 def choose(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
-    """From logits in any of `DTYPES` to ids and weights."""
+    """Computes ids and weights from logits in any of `DTYPES`."""
     return _choose(logits_ME.contiguous()[None], None, correction_bias_E, spec, split=(1, 1), dtype=logits_ME.dtype)
 
 
 def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
-    """Compile and load what batches of any size of these dtypes need. On the weights' device; 20 ms where it is done."""
+    """Compiles and loads the kernels for batches of any size, on the weights' device. A repeated call takes 20 ms."""
     E, K = weights.weight_EK.shape
     device = weights.weight_EK.device
     COUNTER.install()
@@ -128,7 +128,7 @@ def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
 
 
 def splits(hidden: int, chunk: int) -> tuple[int, int]:
-    """(outer, inner): the levels of the sum over K above one chunk, the same for batches of any size."""
+    """Returns (outer, inner), the levels of the sum over K above one chunk, the same for batches of any size."""
     chunks = triton.cdiv(hidden, chunk)
     outer = min(OUTER, chunks)
     return outer, triton.cdiv(chunks, outer)

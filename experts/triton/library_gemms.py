@@ -1,8 +1,8 @@
-"""Experts whose two grouped products are a library's; routing, quantisation, non-linearity and weighted sum are ours.
+"""Experts whose two grouped products a library computes. The kernels here route, quantise, activate and sum around them.
 
-count and place the local slots -> copy (and quantise) their rows expert by expert -> product -> act(gate) * up (and quantise)
--> product -> weighted sum. No host sync: buffers have room for every slot, and rows that no slot has are never read back.
-They pay in thick batches, where a product takes longer than the passes around it.
+The steps: count and place the local slots -> copy (and quantise) their rows expert by expert -> product -> act(gate) * up (and
+quantise) -> product -> weighted sum. No host sync: buffers have room for every slot, and rows without a slot are never read
+back. These experts pay in thick batches, where a product takes longer than the passes around it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .compiles import COUNTER
 from .launch import BLOCK, FLOAT, ROW, TENSOR, Buffers, Carver, Launcher, cdiv, regions
 
 CHUNK = 8
-"""Groups of 128 columns that one program of the non-linearity takes, where a row has not one scale for all."""
+"""Groups of 128 columns that one program of the non-linearity takes, unless a row has a single scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Rows that lie expert by expert, and where: `ends` (e,) int32 and `owner` (rows,) int32 (-1: nobody's), as asked for.
+    """Holds rows that lie expert by expert, with `ends` (e,) int32 or `owner` (rows,) int32 (-1: no expert) if asked for.
 
-    `scales` float32: (rows,) for a scale a row, (rows, columns/128) for blocks; None in the model's dtype.
+    `scales` is float32: (rows,) for a scale a row, (rows, columns/128) for blocks. It is None in the model's dtype.
     """
 
     rows: torch.Tensor
@@ -43,12 +43,12 @@ class Operand:
 
 
 class LibraryGemmExperts(FusedMoEExpertsModular):
-    """`(M, K)` rows and local slots in, the weighted and reduced `(M, K)` out. Keeps no state of a batch."""
+    """Turns `(M, K)` rows and local slots into the weighted and reduced `(M, K)`. Keeps no state of a batch."""
 
     align = 1
-    """First row of an expert is a multiple of this."""
+    """The first row of an expert is a multiple of this."""
     fills_out = False
-    """The library writes into memory that it is given; others return memory of their own."""
+    """Whether the library writes into given memory. Other libraries return memory of their own."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -56,12 +56,12 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
 
     @property
     def wants_owner(self) -> bool:
-        """The library takes the expert of each row; others take the experts' ends."""
+        """Returns whether the library takes the expert of each row. Other libraries take the experts' ends."""
         return False
 
     @abstractmethod
     def multiply(self, x: Operand, weights: ExpertWeights, *, first: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """x w13^T (first) or x w2^T: `(rows, 2N)` or `(rows, K)` in the model's dtype. `out`: where, if `fills_out`."""
+        """Returns x w13^T (first) or x w2^T: `(rows, 2N)` or `(rows, K)` in the model's dtype. `fills_out`: it is in `out`."""
 
     def launcher(self) -> Launcher:
         if self._launcher is None:
@@ -99,7 +99,7 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
         return output
 
     def warm_up(self, weights, max_rows):
-        """Both sides of every threshold of ours, and sizes between for libraries that compile by size."""
+        """Runs both sides of every threshold, and sizes between them for libraries that compile by size."""
         COUNTER.install()
         spaces, top_k = Workspaces(weights.w13_eNK.device), self.spec.shape.top_k
         with COUNTER.warming():
@@ -128,7 +128,7 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
                    **run.act)  # fmt: skip
 
     def _carve(self, r13: Carver, r2: Carver, num_rows: int, top_k: int, num_experts: int):
-        """Region 13: both results of products. Region 2: tables, and the rows that are multiplied, the second over the first."""
+        """Carves the buffers: both products in region 13, tables and operands in region 2, the second operand over the first."""
         run, slots, K, N = self.launcher(), num_rows * top_k, self.spec.shape.hidden, self.spec.shape.intermediate
         mode, dtype = run.numerics.mode, self.spec.shape.dtype
         rows = cdiv(slots + min(num_experts, slots) * (self.align - 1), self.align) * self.align
@@ -151,7 +151,7 @@ class LibraryGemmExperts(FusedMoEExpertsModular):
 
 
 def _filled(scales: torch.Tensor | None, static: torch.Tensor | None, run: Launcher) -> torch.Tensor | None:
-    """One static scale, once for each row."""
+    """Returns the scales, with a static scale repeated for each row."""
     if scales is not None and run.numerics.mode == TENSOR:
         assert static is not None
         scales.copy_(static.expand(scales.shape[0]))

@@ -29,22 +29,22 @@ from .tiled import TiledExperts
 LOG = logging.getLogger("epserve.experts")
 REPEATS = 5
 ROUNDS = 7
-"""Of a comparison of whole layers."""
+"""Rounds of a comparison of whole layers."""
 
 HANGS = 20.0
-"""Seconds after which a kernel counts as hung; one launch over all batches takes less than one."""
+"""Seconds after which a kernel counts as hung. One launch over all batches takes less than one second."""
 
 Timer = Callable[[Callable[[], object]], float]
 """Microseconds of one call on the device."""
 
 
 class Hung(InternalError):
-    """A candidate does not end. The process has to: its device answers nothing more."""
+    """Raised when a candidate does not end. The process has to end, because its device no longer answers."""
 
 
 def batches_of(spec, num_rows: int, weights: ExpertWeights, *, every_row: bool) -> list[Prepared]:
-    """Several, so that thin ones do not all find the same experts' weights in the cache; each has a slot on this rank, if one
-    of the first 100 has."""
+    """Returns several batches, so that thin ones do not all find the same experts' weights in the cache. Each batch has a slot
+    on this rank, if one of the first 100 batches has."""
     sets = 8 if num_rows <= 64 else 4 if num_rows <= 1024 else 2
     made: list[Prepared] = []
     for seed in range(100):
@@ -57,9 +57,9 @@ def batches_of(spec, num_rows: int, weights: ExpertWeights, *, every_row: bool) 
 
 
 class Trial:
-    """A `tile_search.Bench`. `make`: an experts object of its own. Batches are not quantised and have one size.
+    """Implements `search.Bench`. `make` returns an experts object of its own. Batches are not quantised and have one size.
 
-    NOTE: keeps the scratch of all batches; drop it before the next cell.
+    NOTE: a trial keeps the scratch of all batches. The caller drops it before the next cell.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Trial:
         self._space: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def buffers(self, tiles: Tiles) -> tuple[list[Buffers], bool]:
-        """Scratch for each batch, already routed; and whether tiles come from the ids themselves. What was handed out before
-        is overwritten."""
+        """Returns scratch for each batch, already routed, and whether tiles come from the ids themselves. It overwrites the
+        scratch of an earlier call."""
         e = self.weights.num_experts
         r13, r2 = regions(None)
         self.experts.carve(r13, r2, self.num_rows, self.top_k, e, tiles)
@@ -112,8 +112,8 @@ class Trial:
                 self.experts.second_half(b, batch, self.weights, tiles, direct, self.out)
 
     def launchable(self, which: str, bm: int, option: Option, partner: Option) -> Callable[[], None]:
-        """What is timed. The second GEMM reads what the first one makes of real rows: stale bytes, NaN or denormals among
-        them, change the power that it takes."""
+        """Returns the timed launch. The second GEMM reads the first one's results for real rows, because stale bytes, such as NaN
+        or denormals, change its power."""
         pair = (option, partner) if which == "gate_up" else (partner, option)
         tiles = joined(bm, *pair)
         made, direct = self.buffers(tiles)
@@ -134,7 +134,7 @@ class Trial:
             return None
 
     def compile(self, options: Options, deadline: float) -> Options:
-        """In all cores, as many at once as there are; what was not begun by the deadline is left out."""
+        """Compiles on all cores, one option a core. It leaves out options that were not begun by the deadline."""
         if self.run.device.type != "cuda":
             return options
         cores = len(os.sched_getaffinity(0))
@@ -189,7 +189,7 @@ class Trial:
 
 
 class Layer:
-    """The whole layer with some tiles, on every batch."""
+    """Runs the whole layer with some tiles, on every batch."""
 
     def __init__(self, experts: TiledExperts, weights: ExpertWeights, batches: list[Prepared], tiles: Tiles):
         self.experts, self.weights, self.batches = experts, weights, batches
@@ -208,7 +208,7 @@ class Layer:
 
 
 def capture(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of launch(), which has run once and has been replayed once."""
+    """Returns a graph of launch(), after it has run once and has been replayed once."""
     launch()
     wait()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -222,7 +222,7 @@ def capture(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def wait(limit: float = HANGS) -> torch.cuda.Event:
-    """For all that was launched. Raises Hung after `limit` seconds: nothing more can be asked of this device then."""
+    """Waits for all launched work. Raises Hung after `limit` seconds, and the device cannot be used any more then."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     deadline = time.monotonic() + limit
@@ -241,13 +241,13 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def time_us(launch: Callable[[], object]) -> float:
-    """Median of some replays of a graph of launch()."""
+    """Returns the median time, in microseconds, of some replays of a graph of launch()."""
     graph = capture(launch)
     return statistics.median(replay_us(graph) for _ in range(REPEATS))
 
 
 def prepared(launch: Callable[[], object], timer: Timer) -> Callable[[], float]:
-    """What times launch() once: by a graph that is captured once, where the timer is that of graphs."""
+    """Returns a function that times launch(). If the timer is the one of graphs, it captures the graph only once."""
     if timer is not time_us:
         return lambda: timer(launch)
     graph = capture(launch)

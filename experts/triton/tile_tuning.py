@@ -1,5 +1,5 @@
-"""Which tiles the Triton experts have and how they came: tables of this machine or of a file over the shipped one, a search
-for what is missing, and the sentences that explain it.
+"""Tiles of the Triton experts: tables of this machine or of a file over the shipped one, a search for missing cells, and the
+lines that explain them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tiled import TiledExperts
 
 LOG = logging.getLogger("epserve.experts")
 FEW = 5
-"""Candidates of each GEMM at a start, all with the token tile that would serve."""
+"""Candidates of each GEMM at a start, all with the current token tile."""
 
 MakeBench = Callable[[int], Bench]
 """Bucket -> the bench of its cell."""
@@ -54,7 +54,7 @@ def table_for(experts: TiledExperts, device: torch.device) -> Table:
 
 
 def merged(below: Table, above: Table) -> Table:
-    """Cell by cell; neither is changed."""
+    """Returns a new table, merged cell by cell. Cells of `above` take precedence."""
     return {key: {**below.get(key, {}), **above.get(key, {})} for key in {**below, **above}}
 
 
@@ -62,8 +62,14 @@ def tune(
     experts: TiledExperts, weights: ExpertWeights, max_rows: int, *, make_bench: MakeBench | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:  # fmt: skip
-    """Search tiles for the buckets that no file has, smallest first, within `tuning.budget_s`, and write them. Whether
-    anything changed. Raises for no candidate but one that hangs, and not where there is no room: the former tiles go on."""
+    """Searches tiles for the buckets that no file has, smallest first, within `tuning.budget_s`, and writes them.
+
+    Returns:
+        Whether any tiles changed. Without room for a trial the former tiles stay.
+
+    Raises:
+        Hung: a candidate hangs. No other failure of a candidate raises.
+    """
     tuning, num_experts = experts.tuning, weights.num_experts
     launcher = experts.launcher()  # reads the files
     if tuning.budget_s <= 0 or tuning.file is not None or num_experts == 0 or max_rows < 1:
@@ -91,7 +97,7 @@ def tune(
                 found = search(bench_of(bucket), current, options, deadline=now + (end - now) / left, clock=clock)
             except Hung:
                 raise
-            except Exception as error:  # no room, or the device's own failure, which the warm-up then meets, too
+            except Exception as error:  # no room, or a failure of the device, which the warm-up then meets too
                 LOG.warning("tiles for %d tokens and more are not timed: %s", bucket, str(error).splitlines()[:1])
                 break
             left -= 1
@@ -111,7 +117,7 @@ def tune(
 
 
 def options_for(problem: Problem, bucket: int, current: Tiles, limits: Limits, *, thorough: bool) -> list[Options]:
-    """What is tried for a cell; a start tries a few with the rows a tile that would serve."""
+    """Returns the options to try for a cell. A start tries a few, with the current token tile."""
     if not thorough:
         return [candidates(problem, bucket, current.bm, limits, most=FEW)]
     sizes = token_tiles(problem, bucket, limits)
@@ -119,7 +125,7 @@ def options_for(problem: Problem, bucket: int, current: Tiles, limits: Limits, *
 
 
 def variant(experts: TiledExperts) -> str:
-    """A digest of the cells that are not shipped: times of other backends are compared with these tiles."""
+    """Returns a digest of the cells that are not shipped. Times of other backends are compared with these tiles."""
     experts.launcher()
     if not experts.tuned.table:
         return ""
@@ -131,8 +137,8 @@ def variant(experts: TiledExperts) -> str:
 
 
 def explain(experts: TiledExperts) -> list[str]:
-    """One line for each source of tiles, with the token sizes that it serves and the times behind it; and what was left aside."""
-    if experts.table is None:  # nothing has asked for tiles yet
+    """Returns one line for each source of tiles, with its token sizes and times, and lines for the files left aside."""
+    if experts.table is None:  # tiles were not asked for yet
         return []
     launcher = experts.launcher()
     groups: dict[str, list[str]] = {}
@@ -167,7 +173,7 @@ def _said(times: Times | None) -> str:
 
 
 def _is_wanted(tuned: Tuned, key: str, bucket: int, *, again: bool, thorough: bool) -> bool:
-    """Not known, or known from a start's short look only, where all candidates are to be tried."""
+    """Returns whether a cell is unknown, or known only from the short search at a start while a thorough search runs."""
     if again or (key, bucket) not in tuned.origins:
         return True
     times = tuned.times.get((key, bucket))

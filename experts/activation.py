@@ -9,7 +9,7 @@ from epserve.modular_kernel.types import Activation
 
 
 def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`(..., 2N)` gate then up -> `(..., N)`; not gated: `(..., N)` -> `(..., N)`. In the dtype of `h`."""
+    """Turns `(..., 2N)`, gate then up, into `(..., N)`. Not gated: `(..., N)` -> `(..., N)`. The dtype is that of `h`."""
     if not activation.gated:
         return _nonlinear(h, activation)
     gate, up = h.chunk(2, dim=-1)
@@ -24,7 +24,7 @@ def activate(h: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def normalise_output(y_SK: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """What is left to do with an expert's output: nothing, or its norm, in float32."""
+    """Normalises an expert's output in float32 if the activation asks for it, else returns it unchanged."""
     if activation.output_norm_eps is None:
         return y_SK
     wide = y_SK.float()

@@ -16,7 +16,7 @@ from .loop import expert_mlp
 
 
 class BatchedLoopExperts(FusedMoEExpertsModular):
-    """`(e, T, K)` in and out; rows past an expert's count are neither read nor written. The host reads the counts."""
+    """Takes and returns `(e, T, K)`. Rows past an expert's count are neither read nor written. The host reads the counts."""
 
     capability = ExpertsCapability(
         activation_formats=frozenset({FusedMoEActivationFormat.BatchedExperts}),

@@ -19,7 +19,7 @@ from .activation import activate
 class BatchedMMExperts(FusedMoEExpertsModular):
     """Computes the undefined rows too: each stays by itself (see `rows`), and finalize reads none of them.
 
-    Worth it where blocks are small or well filled, and under a CUDA graph; `batched_loop` is the one that skips.
+    It pays if blocks are small or well filled, and under a CUDA graph. `batched_loop` skips undefined rows instead.
     """
 
     capability = ExpertsCapability(

@@ -13,11 +13,11 @@ from .triton import warmup as triton_warmup
 from .triton.library_gemms import LibraryGemmExperts, Operand
 
 CAPABILITIES = ((9, 0), (10, 0))
-"""Compute capabilities that torch builds these CUTLASS kernels for; elsewhere it loops over the experts, from the host."""
+"""Compute capabilities that torch builds these CUTLASS kernels for. On others it loops over the experts, from the host."""
 
 
 class CutlassExperts(LibraryGemmExperts):
-    """Every scale of weights becomes one an output channel, every scale of activations one a row: what the kernels take."""
+    """Turns scales into the kernels' form: scales of weights become one an output channel, of activations one a row."""
 
     capability = ExpertsCapability(
         activation_formats=frozenset({FusedMoEActivationFormat.Standard}),
@@ -42,7 +42,7 @@ class CutlassExperts(LibraryGemmExperts):
         return None
 
     def prepare_weights(self, weights):
-        """Scales spread over output channels, once; weights stay as they are."""
+        """Spreads scales over output channels, once. Weights stay unchanged."""
         for first in (True, False):
             self._channel_scales(weights, first)
         return weights
@@ -68,7 +68,7 @@ class CutlassExperts(LibraryGemmExperts):
 def scaled_grouped_mm(
     x_SK: torch.Tensor, w_eKN: torch.Tensor, x_scales: torch.Tensor, w_scales: torch.Tensor, ends_e: torch.Tensor
 ) -> torch.Tensor:
-    """bf16 `(S, N)`: (x * a scale a row) @ (w[e] * a scale a column) for the rows of each expert.
+    """Returns bf16 `(S, N)`: (x * a scale a row) @ (w[e] * a scale a column) for the rows of each expert.
 
     Rows past the last end are undefined. Fast accumulation: sums of e4m3 products stay in the tensor core's registers.
     """

@@ -17,7 +17,7 @@ PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
 
 
 class DeepGemmExperts(LibraryGemmExperts):
-    """Rows of an expert begin at a multiple of 128.
+    """Computes by DeepGEMM's products. Rows of an expert begin at a multiple of 128.
 
     Versions with `use_psum_layout` take the experts' ends and visit the tiles that have rows. Older ones take the expert of each
     row and visit every tile of the buffers, which have room for the slots of all ranks: on one rank of eight 5 times the time.
@@ -77,7 +77,7 @@ def takes_ends(product) -> bool:
 
 
 def alignment(library) -> int:
-    """Rows; the function was renamed after version 2.1."""
+    """Returns the library's alignment in rows. The library renamed the function after version 2.1."""
     for name in ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"):
         if hasattr(library, name):
             return int(getattr(library, name)())

@@ -1,8 +1,8 @@
 """FlashInfer's fused CUTLASS experts: one library call permutes, multiplies twice, weights and adds.
 
-The call is documented at https://docs.flashinfer.ai/generated/flashinfer.fused_moe.cutlass_fused_moe.html. What is not said there
-and relied on here, as its other users do: the first matrix has the rows of up before those of gate, and experts of other ranks
-are skipped. Legend: M rows, K hidden size, N intermediate size, e local experts, t top-k.
+https://docs.flashinfer.ai/generated/flashinfer.fused_moe.cutlass_fused_moe.html documents the call. This module, like other users
+of the library, relies on two facts that are not documented: the first matrix has the rows of up before those of gate, and
+experts of other ranks are skipped. Legend: M rows, K hidden size, N intermediate size, e local experts, t top-k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_SCALES_ON = (9, 0)  # the one compute capability that the library has Deep
 
 
 class FlashInferCutlassExperts(FusedMoEExpertsModular):
-    """`(M, K)` rows and local slots in, the weighted and reduced `(M, K)` out. The library allocates what it works in.
+    """Turns `(M, K)` rows and local slots into the weighted and reduced `(M, K)`. The library allocates its own workspace.
 
     NOTE: the first matrix is kept a second time, with its halves swapped: two thirds more memory for the experts.
     """
@@ -70,7 +70,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def prepare_weights(self, weights):
-        """The library's order of the first matrix and its scales, and its activation's numbers, once."""
+        """Puts the first matrix and its scales into the library's order, and readies the activation's numbers, once."""
         if NAME not in weights.derived:
             weights.derived[NAME] = self._derive(weights)
         return weights
@@ -84,7 +84,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         made = self.prepare_weights(weights).derived[NAME]
         blockwise = self.spec.quant.scheme == "fp8_block"
         here_Mt = ids_Mt >= 0
-        # Slots without an expert on this rank name the first expert of another one, of which there must then be one.
+        # Slots without an expert on this rank name the first expert of another rank, which must then exist.
         elsewhere = torch.where(here_Mt, ids_Mt, num_experts)
         cutlass_fused_moe(
             prepared.x,
@@ -100,7 +100,7 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
             use_deepseek_fp8_block_scale=blockwise,
             **made["activation"],
         )
-        # Rows of which no expert is here: nothing says what the library leaves in them.
+        # The library's contents of rows without an expert on this rank are undefined.
         return output.masked_fill_(~here_Mt.any(1, keepdim=True), 0.0)
 
     def _derive(self, weights: ExpertWeights) -> dict[str, Any]:
@@ -120,6 +120,6 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
 
 
 def _swapped(rows: torch.Tensor) -> torch.Tensor:
-    """`(e, gate then up, ...)` -> up, then gate."""
+    """Swaps the halves of `(e, gate then up, ...)` to up, then gate."""
     gate, up = rows.chunk(2, dim=1)
     return torch.cat((up, gate), dim=1)

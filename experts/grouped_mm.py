@@ -25,10 +25,10 @@ from .loop import expert_mlp
 
 
 class GroupedMMExperts(FusedMoEExpertsModular):
-    """Standard format; weights and reduces itself, in slot order and float32, without atomics.
+    """Computes in Standard format. It weights and reduces itself, in slot order and float32, without atomics.
 
-    Slots of other ranks get no row: the host reads how many are left, once a call. Every row stride must be a multiple
-    of 16 bytes (torch's condition), 8 columns of the 16-bit dtypes; float32 would do with 4.
+    Slots of other ranks get no row, so the host reads the number of local slots once a call. Every row stride must be a
+    multiple of 16 bytes (torch's condition), which is 8 columns of the 16-bit dtypes. For float32 4 columns would do.
     """
 
     capability = ExpertsCapability(
@@ -78,14 +78,14 @@ def _mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> 
 
 
 def _unpacked_mlp(x_SK: torch.Tensor, expert_S: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Of weights that another class packed: one expert after the other is unpacked, which pays where each has many rows."""
+    """Computes with weights that another class packed. It unpacks one expert after the other, which pays with many rows each."""
     experts, counts = expert_S.unique_consecutive(return_counts=True)
     parts = zip(x_SK.split(counts.tolist()), experts.tolist(), strict=True)
     return torch.cat([expert_mlp(x_mK, weights, expert) for x_mK, expert in parts])
 
 
 def sum_slots(y_SK: torch.Tensor, row_Mt: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """`weighted_sum` without the `(M, t, K)` rows in memory: one column of slots at a time."""
+    """Computes `weighted_sum` without the `(M, t, K)` rows in memory, one column of slots at a time."""
     total = torch.zeros((row_Mt.shape[0], y_SK.shape[1]), dtype=torch.float32, device=y_SK.device)
     for slot in range(row_Mt.shape[1]):
         term = y_SK[row_Mt[:, slot]].float() * routing.weights_Mt[:, slot, None]

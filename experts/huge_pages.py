@@ -16,13 +16,13 @@ MADV_HUGEPAGE = 14  # asm-generic/mman-common.h
 
 
 def on_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor whose whole pages of 2 MiB the kernel is asked to keep in one piece, as far as it has some."""
+    """Returns an empty tensor and asks the kernel to back its whole pages of 2 MiB by huge pages, as far as it has some."""
     made = torch.empty(shape, dtype=dtype)
     begin = -(-made.data_ptr() // PAGE_BYTES) * PAGE_BYTES
     size = (made.data_ptr() + made.nbytes - begin) // PAGE_BYTES * PAGE_BYTES
     libc = _libc()
     if size > 0 and libc is not None and libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE):
-        _told_once()  # a kernel without them; ordinary pages serve
+        _told_once()  # this kernel has no huge pages, so ordinary pages serve
     return made
 
 

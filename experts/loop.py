@@ -19,7 +19,7 @@ from .activation import activate, normalise_output
 
 
 def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
-    """One expert on its rows: `(m, K)` -> `(m, K)`."""
+    """Computes one expert on its rows: `(m, K)` -> `(m, K)`."""
     b13 = None if weights.b13 is None else weights.b13[expert]
     b2 = None if weights.b2 is None else weights.b2[expert]
     w13_NK, w2_KN = weights.matrices(expert)
@@ -28,7 +28,7 @@ def expert_mlp(x_mK: torch.Tensor, weights: ExpertWeights, expert: int) -> torch
 
 
 class LoopExperts(FusedMoEExpertsModular):
-    """Standard format. Leaves one row a slot, `(M, t, K)`; rows of slots without an expert stay undefined."""
+    """Computes in Standard format and leaves one row a slot, `(M, t, K)`. Rows of slots without an expert stay undefined."""
 
     capability = ExpertsCapability(
         activation_formats=frozenset({FusedMoEActivationFormat.Standard}),

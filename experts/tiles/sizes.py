@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTiles:
-    """One GEMM. `bn` output columns (of gate and of up, in the first) and `bk` inner columns a step."""
+    """Holds the sizes of one GEMM: `bn` output columns (of gate and of up, in the first) and `bk` inner columns a step."""
 
     bn: int
     bk: int
@@ -40,13 +40,13 @@ class GemmTiles:
 
     @property
     def runs(self) -> int:
-        """`group` as the kernels take it: negative when groups end with the expert."""
+        """Returns `group` in the kernels' form: negative when groups end with the expert."""
         return -self.group if self.by_expert else self.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """One configuration of the whole layer: `bm` rows a tile."""
+    """Holds one configuration of the whole layer: `bm` rows a tile."""
 
     bm: int
     gate_up: GemmTiles
@@ -64,7 +64,7 @@ class Tiles:
         return cls(bm=cell["bm"], expand=cell.get("expand", False), **parts)
 
     def to_json(self) -> dict:
-        """Without the fields that have their default."""
+        """Returns the fields without those that have their default."""
         return {"bm": self.bm, **({"expand": True} if self.expand else {})} | {
             name: {
                 f.name: getattr(part, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default

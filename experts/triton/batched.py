@@ -1,7 +1,7 @@
 """Fused Triton experts in the batched format: `(e, T, K)` with counts on the device. Work follows the counts, never the capacity.
 
-Which tile suits depends on counts that the host does not know: the plan kernel fills the table of thin or of thick tiles,
-both sets of GEMMs are launched, and those with the empty table end at once.
+The best tile depends on counts that the host does not know. The plan kernel fills the table of thin or of thick tiles, both
+sets of GEMMs are launched, and the GEMMs with the empty table end at once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ THIN_ROWS = 24
 
 
 class BatchedTritonExperts(FusedMoEExpertsModular):
-    """`(e, T, K)` in, `(e, T, K)` out, not weighted; rows past the count stay undefined and are not read.
+    """Turns `(e, T, K)` into `(e, T, K)`, not weighted. Rows past the count stay undefined and are not read.
 
-    Scales `(e, T, K/128)` that come with the rows are read where they lie, whatever their strides: no copy is made of them.
+    The kernels read scales `(e, T, K/128)` of the rows in place, with any strides and without a copy.
 
     NOTE: one object serves one batch at a time.
     """
@@ -59,7 +59,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         return self._launcher
 
     def tiles(self, num_experts: int, capacity: int) -> tuple[Tiles, Tiles]:
-        """For thin and for thick batches; one sort of splits and quantisation: none inside the GEMMs."""
+        """Returns the tiles for thin and for thick batches. Both have no splits and no quantisation inside the GEMMs."""
         run = self.launcher()
         problem = Problem.of(self.spec, num_experts)
         tokens = [
@@ -112,7 +112,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         triton_warmup.warm_up_batched(self, weights, max_rows, Workspaces(weights.w13_eNK.device))
 
     def _carve(self, r13, r2, num_experts, capacity) -> tuple[tuple[Tiles, Buffers], tuple[Tiles, Buffers]]:
-        """Both sets share all rows; only the tables differ."""
+        """Carves both sets of buffers. They share all rows, and only the tables differ."""
         run, rows = self.launcher(), num_experts * capacity
         thin, thick = self.tiles(num_experts, capacity)
         most_thin = min(num_experts * cdiv(capacity, thin.bm), num_experts * (1 + THIN_ROWS // thin.bm))

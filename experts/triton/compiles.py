@@ -12,7 +12,7 @@ LOG = logging.getLogger("epserve.experts")
 
 
 class CompileCounter:
-    """Kernel variants that were asked for and not in memory: before `ready()` they are warm-up, after it they are late."""
+    """Counts kernel variants that were not in memory when asked for: warm-up before `ready()`, late after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class CompileCounter:
         self._before = None
 
     def install(self) -> None:
-        """Chain behind the hook that is there. Idempotent."""
+        """Chains the counter behind the installed hook. Idempotent."""
         if triton.knobs.runtime.jit_cache_hook != self._hook:
             self._before = triton.knobs.runtime.jit_cache_hook
             triton.knobs.runtime.jit_cache_hook = self._hook
@@ -36,7 +36,7 @@ class CompileCounter:
             triton.knobs.runtime.jit_cache_hook = self._before
 
     def ready(self) -> None:
-        """Warm-up is over: whatever is compiled from here on is counted as late, and logged."""
+        """Ends warm-up. Later compiles are counted as late and logged."""
         self.is_ready = True
 
     @contextmanager

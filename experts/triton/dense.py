@@ -18,13 +18,13 @@ from epserve.experts.tiles.memory import SPARE, Gpu
 from epserve.modular_kernel.types import Activation
 
 MIN_ROWS = 512
-"""Below, the weights are what takes time, and cuBLAS splits the inner size better."""
+"""Fewest rows for the Triton kernels. Below it, the weights take most of the time, and cuBLAS splits the inner size better."""
 BM, BN, BK, GROUP, STAGES = 128, 256, 64, 8, 4
 COLUMNS = 1024
 
 
 def suits(x_MK: torch.Tensor, inner: int) -> bool:
-    """Whether the Triton kernels take these rows; `inner`: the intermediate size."""
+    """Returns whether the Triton kernels take these rows. `inner`: the intermediate size."""
     return (
         x_MK.is_cuda
         and x_MK.shape[0] >= MIN_ROWS
@@ -43,7 +43,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """`(M, K)` and `(N, K)` -> `(M, N)`, summed in float32. Both contiguous, 2-byte floats, on a CUDA device."""
+    """Multiplies `(M, K)` by `(N, K)` to `(M, N)`, summed in float32. Both are contiguous 2-byte floats on a CUDA device."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from epserve.experts.kernels import dense as kernels
@@ -60,7 +60,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def activate_rows(h: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """As `activation.activate`, in one pass where the kernel knows the non-linearity. `h` contiguous."""
+    """Computes `activation.activate`, in one pass if the kernel has the non-linearity. `h` must be contiguous."""
     from .launch import ACTIVATIONS
 
     if not activation.gated or activation.kind not in ACTIVATIONS:

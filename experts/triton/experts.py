@@ -1,7 +1,7 @@
 """Fused Triton experts in Standard format: sort the local slots, two grouped GEMMs, weighted sum. Everything on the device.
 
-Up to 128 slots there is no sort: each program finds its tile in the ids. Above, a counting sort of the local slots only;
-slots of other ranks cost nothing. No host sync, no float atomics: graph-safe, and the same bits on every run.
+Up to 128 slots there is no sort: each program finds its tile in the ids. Above it, a counting sort takes the local slots only,
+so slots of other ranks cost nothing. No host sync, no float atomics: graph-safe, and the same bits on every run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CAPABILITY = ExpertsCapability(
 
 
 class TritonExperts(TiledExperts):
-    """`(M, K)` rows and local slots in, the weighted and reduced `(M, K)` out.
+    """Turns `(M, K)` rows and local slots into the weighted and reduced `(M, K)`.
 
     NOTE: one object serves one batch at a time, since split sums count in a buffer of its own.
     """
@@ -87,7 +87,7 @@ class TritonExperts(TiledExperts):
         return self._launcher
 
     def widened(self) -> Widened | None:
-        """How thick batches of 4-bit weights are computed; None: there is no other way than for thin ones."""
+        """Returns the computation for thick batches of 4-bit weights, or None if they run like thin ones."""
         if self._widened is None and self.spec.quant.scheme in PACKED and self.spec.shape.dtype == torch.bfloat16:
             self._widened = Widened(self)
         return self._widened
@@ -98,7 +98,7 @@ class TritonExperts(TiledExperts):
             read_named(tuning.file, self.spec, Limits.of(self.spec))
 
     def tune(self, weights, max_rows):
-        """Measure tiles for what no table of this machine has, within the budget, and keep them in its folder."""
+        """Measures tiles for cells that no table of this machine has, within the budget, and keeps them in its folder."""
         tile_tuning.tune(self, weights, max_rows)
 
     def take(self, table: Table) -> None:
@@ -118,7 +118,7 @@ class TritonExperts(TiledExperts):
         return choose(problem, num_tokens, self.table or {}, specialised=run.specialises, gpu=run.gpu)
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
-        """The most that any batch of up to `num_rows` rows takes: smaller ones may split more."""
+        """Returns the largest workspaces of any batch of up to `num_rows` rows, because smaller batches may split more."""
         key = (num_rows, top_k, num_experts)
         self.served[num_experts] = max(num_rows, self.served.get(num_experts, 0))
         if key not in self._shapes:
@@ -180,7 +180,7 @@ class TritonExperts(TiledExperts):
         run.reduce(b, ids, prepared.routing.weights_Mt, output, split=tiles.down.split, in_slots=direct)
 
     def warm_up(self, weights, max_rows):
-        """Compile every variant for up to `max_rows` rows in parallel, then run each bucket once."""
+        """Compiles every variant for up to `max_rows` rows in parallel, then runs each bucket once."""
         triton_warmup.warm_up(self, weights, max_rows, Workspaces(weights.w13_eNK.device))
 
     def _measure(self, num_rows: int, top_k: int, num_experts: int) -> tuple[int, int]:
@@ -194,7 +194,7 @@ class TritonExperts(TiledExperts):
     def carve(
         self, r13: Carver, r2: Carver, num_rows: int, top_k: int, num_experts: int, tiles: Tiles
     ) -> tuple[Buffers, bool]:
-        """Scratch of one batch with these tiles; and whether tiles come from the ids themselves, without a table of them."""
+        """Returns scratch of one batch with these tiles, and whether tiles come from the ids themselves, without a table."""
         slots = num_rows * top_k
         direct = slots <= DIRECT_SLOTS and tiles.bm <= 32
         max_tiles = min(slots, num_experts + slots // tiles.bm)

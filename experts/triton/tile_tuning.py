@@ -173,7 +173,7 @@ def _said(times: Times | None) -> str:
 
 
 def _is_wanted(tuned: Tuned, key: str, bucket: int, *, again: bool, thorough: bool) -> bool:
-    """Returns whether a cell is unknown, or known only from the short search at a start while a thorough search runs."""
+    """Returns whether to search a cell: `again`, if it is unknown, or if `thorough` and only a start has searched it."""
     if again or (key, bucket) not in tuned.origins:
         return True
     times = tuned.times.get((key, bucket))

@@ -1,4 +1,4 @@
-"""What the search for tiles asks of the experts whose tiles it looks for."""
+"""Interface between the search for tiles and the experts that use the tiles."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from .launch import Buffers, Carver, Launcher
 
 
 class TiledExperts(FusedMoEExpertsModular):
-    """Experts of two grouped GEMMs whose tiles come from a table, and whose steps can be run one by one."""
+    """Base of experts of two grouped GEMMs that take tiles from a table and can run their steps one by one."""
 
     def __init__(self, spec):
         super().__init__(spec)
         self.table: Table | None = None
-        """None: what was tuned here, as `use` says, then what is shipped for the device."""
+        """Table of tiles. None: cells tuned on this machine (see `use`), then cells shipped for the device."""
         self.tuning = Tuning()
         self.tuned = Tuned()
-        """Those cells of the table that are not shipped, and what was left aside."""
+        """Cells of the table that are not shipped, and notes on files left aside."""
         self.searched: set[int] = set()
-        """Buckets whose tiles were looked for by this object."""
+        """Buckets whose tiles this object has searched."""
         self.served: dict[int, int] = {}
-        """Local experts -> most rows of a batch, for which tiles were asked."""
+        """Local experts -> most rows of a batch that tiles were asked for."""
 
     @abstractmethod
     def launcher(self) -> Launcher:
-        """The launches on this object's device. The first call reads the tables of tiles."""
+        """Returns the launcher on this object's device. The first call reads the tables of tiles."""
 
     @abstractmethod
     def take(self, table: Table) -> None:
-        """Serve with this table from now on. Not after workspaces were reserved."""
+        """Serves with this table from now on. The caller must not call it after workspaces were reserved."""
 
     @abstractmethod
     def tiles(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[Tiles, str]:
-        """The sizes for a batch of `num_tokens`, and where they come from."""
+        """Returns the tiles for a batch of `num_tokens`, and a text on their source."""
 
     @abstractmethod
     def carve(
         self, r13: Carver, r2: Carver, num_rows: int, top_k: int, num_experts: int, tiles: Tiles
     ) -> tuple[Buffers, bool]:
-        """The buffers of a batch, and whether the programs find their tiles in the ids themselves."""
+        """Returns the buffers of a batch, and whether the programs find their tiles in the ids themselves."""
 
     @abstractmethod
     def route(self, b: Buffers, prepared: Prepared, tiles: Tiles, num_experts: int, direct: bool) -> None:
-        """Which rows are whose. direct: the programs find it in the ids themselves."""
+        """Sorts the rows by expert. direct: the programs find their rows in the ids themselves."""
 
     @abstractmethod
     def first_half(self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool) -> None:
-        """Copy or quantise rows, multiply by W13, and what makes the rows that W2 reads."""
+        """Copies or quantises rows, multiplies by W13, and makes the rows that W2 reads."""
 
     @abstractmethod
     def second_half(
         self, b: Buffers, prepared: Prepared, weights: ExpertWeights, tiles: Tiles, direct: bool, output: torch.Tensor
     ) -> None:
-        """Multiply by W2, weight and sum into `output` (M, K)."""
+        """Multiplies by W2, weights and sums into `output` (M, K)."""

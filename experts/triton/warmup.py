@@ -1,6 +1,4 @@
-"""Start-up of the Triton experts: which machine this is, and every kernel variant compiled and loaded before the first
-request.
-"""
+"""Start-up of the Triton experts: it names the machine, and compiles and loads every kernel variant before the first request."""
 
 from __future__ import annotations
 
@@ -38,14 +36,14 @@ def device_name(device: torch.device) -> str:
 
 
 def sizes_to_warm(max_rows: int, top_k: int) -> list[int]:
-    """Batch sizes on both sides of every threshold at which launches change: between two of them nothing does."""
+    """Returns batch sizes on both sides of every threshold at which launches change. Launches are the same in between."""
     edges = {1, 64, max_rows} | {2 * bucket for bucket in BUCKETS} | set(BUCKETS)
     edges |= {slots // top_k for slots in (32, DIRECT_SLOTS, 256, SMALL_SORT)}
     return sorted({size for edge in edges for size in (edge, edge + 1) if 1 <= size <= max_rows})
 
 
 def warm_up(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspaces) -> None:
-    """`apply` at every size of `sizes_to_warm`."""
+    """Runs `apply` at every size of `sizes_to_warm`."""
     COUNTER.install()
     top_k = experts.spec.shape.top_k
     launcher = experts.launcher()
@@ -56,7 +54,7 @@ def warm_up(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspac
 
 
 def _compile_and_run(launcher, run_all: Callable[[], None]) -> None:
-    """`run_all` first only to collect what it launches, compiled on all cores; then for real, which loads it."""
+    """Runs `run_all` first only to collect its launches, and compiles them on all cores. The second run launches and loads."""
     with COUNTER.warming():
         if launcher.device.type == "cuda":
             cores = len(os.sched_getaffinity(0))
@@ -75,13 +73,13 @@ def _compile_side_by_side(cores: int, run_all: Callable[[], None]) -> None:
         with ThreadPoolExecutor(cores) as pool, triton.AsyncCompileMode(pool):
             run_all()
 
-    # A context of its own: where a compile fails, Triton leaves the mode on, and no later warm-up could enter it
+    # It runs in a context of its own: when a compile fails, Triton leaves the mode on, and no later warm-up could enter it.
     copy_context().run(compile_all)
 
 
 def warm_up_batched(experts, weights: ExpertWeights, max_rows: int, workspaces: Workspaces) -> None:
-    """For a capacity of `max_rows`, with few rows an expert and with many: both sets of tiles. Where rows may come quantised,
-    with their scales row by row and column by column, which is another variant."""
+    """Warms up both sets of tiles for a capacity of `max_rows`, with few and with many rows an expert. If rows may come
+    quantised, it runs with their scales row by row and column by column, which is another variant."""
     COUNTER.install()
     launcher, spec, e = experts.launcher(), experts.spec, weights.num_experts
     device, book = launcher.device, HandleBook("warm-up")
@@ -105,7 +103,7 @@ def warm_up_batched(experts, weights: ExpertWeights, max_rows: int, workspaces: 
 
 
 def example_batches(spec, num_rows: int, weights: ExpertWeights) -> list[Prepared]:
-    """Random rows, spread over the experts: as they come unquantised and, where the scheme dispatches so, quantised."""
+    """Returns batches of random rows, spread over the experts: unquantised and, if the scheme dispatches so, quantised."""
     device, e, t, K = weights.w13_eNK.device, weights.num_experts, spec.shape.top_k, spec.shape.hidden
     ids = (torch.arange(num_rows * t, dtype=torch.int32, device=device) % e).view(num_rows, t)
     routing = Routing(ids_Mt=ids, weights_Mt=torch.full((num_rows, t), 1.0 / t, device=device))

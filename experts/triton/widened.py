@@ -1,7 +1,7 @@
 """Thick batches of 4-bit experts: the weights become bf16 in scratch, once a batch, and the bf16 kernels multiply them.
 
-The 4-bit kernels widen a weight once for each tile of tokens, on the ordinary cores, while the tensor cores wait. From some
-200 rows an expert on it is faster to write the widened weights out: 2.5 bytes a weight pass through memory for it.
+The 4-bit kernels widen a weight once for each tile of tokens, on the ordinary cores, while the tensor cores wait. With more
+than some 200 rows an expert it is faster to write the widened weights out, which moves 2.5 bytes a weight through memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 8, 512
 
 
 class Widened:
-    """The way of thick batches through one object `owner` of 4-bit weights."""
+    """Computes thick batches for one experts object `owner` of 4-bit weights."""
 
     def __init__(self, owner: TiledExperts):
         self.owner = owner
@@ -40,19 +40,19 @@ class Widened:
         self._memory = torch.cuda.get_device_properties(run.device).total_memory if run.device.type == "cuda" else None
 
     def serves(self, num_rows: int, top_k: int, num_experts: int) -> bool:
-        """Whether a batch of `num_rows` rows goes this way."""
+        """Returns whether a batch of `num_rows` rows is computed with widened weights."""
         problem = replace(Problem.of(self.owner.spec, num_experts), top_k=top_k)
         if problem.rows_per_expert(num_rows) < ROWS_PER_EXPERT:
             return False
         return self._memory is None or self.scratch_bytes(num_experts) <= self._memory // SHARE
 
     def scratch_bytes(self, num_experts: int) -> int:
-        """W13's; W2's take its place when the first product is done."""
+        """Returns the bytes of the widened W13. The widened W2 takes its place after the first product."""
         shape = self.owner.spec.shape
         return num_experts * 2 * shape.intermediate * shape.hidden * shape.dtype.itemsize
 
     def explain(self, served: Mapping[int, int]) -> list[str]:
-        """For the log. served: local experts -> most rows of a batch."""
+        """Returns lines for the log. served: local experts -> most rows of a batch."""
         lines, spec = [], self.owner.spec
         for num_experts, most in served.items():
             if self.serves(most, spec.shape.top_k, num_experts):
@@ -64,7 +64,7 @@ class Widened:
         return lines
 
     def measure(self, num_rows: int, top_k: int, num_experts: int) -> tuple[int, int]:
-        """Bytes of both regions of the workspace."""
+        """Returns the bytes of both regions of the workspace."""
         r13, r2 = regions(None)
         self._carve(r13, r2, num_rows, top_k, num_experts)
         return r13.most, r2.most

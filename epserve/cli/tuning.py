@@ -18,7 +18,7 @@ from epserve.errors import ConfigError
 from epserve.models import open_checkpoint
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.measured.selection import Choice
-from epserve.process import cores
+from epserve.rank.setup import cores
 from epserve.rank.setup import plan as rank_plan
 from epserve.rank.worker import Worker
 

@@ -28,9 +28,9 @@ from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
 from epserve.models import ModelInfo, Stamp
 from epserve.modular_kernel.measured.known_times import KnownTable
-from epserve.process.cores import most_threads
 from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
+from epserve.rank.setup.cores import most_threads
 from epserve.rank.setup.plan import RankPlan
 from epserve.rank.step import Arrangement
 from epserve.rank.weights.newcomers import Holders, Welcome

@@ -20,7 +20,8 @@ from epserve.link.failure import from_exception
 from epserve.link.step_server import Later, Reply, StepServer
 from epserve.models import UnchangedCheckpoint, open_checkpoint
 from epserve.modular_kernel import RankContext
-from epserve.process import allocator, cores, logs
+from epserve.process import allocator, logs
+from epserve.rank.setup import cores
 
 from . import groups
 from .device_memory import CudaMemory, DeviceMemory, RankRegions

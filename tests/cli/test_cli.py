@@ -305,6 +305,6 @@ def test_a_ready_file_of_a_killed_service_is_removed_at_the_door(tmp_path):
 )
 def test_the_demo_refuses_before_it_writes_or_starts_anything(monkeypatch, options, told):
     monkeypatch.setattr(demo, "write_demo_checkpoint", lambda *args, **kwargs: pytest.fail("a checkpoint was written"))
-    monkeypatch.setattr("epserve.process.machine.memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: 64 << 30)
     with pytest.raises(OperatorError, match=told):
         demo.run(**{"ranks": 2, "clients": 1, **options})

@@ -391,7 +391,7 @@ async def test_sizes_that_cannot_be(engine):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_more_ranks_than_the_machine_has_room_for_are_refused_and_nothing_starts(engine, monkeypatch):
-    monkeypatch.setattr("epserve.process.machine.memory_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: 2 << 30)
     before = engine.status()
     with pytest.raises(ConfigError, match=r"engine\.ranks 16: rank 0 needs .* memory is 128 MiB"):
         await engine.scale(16)

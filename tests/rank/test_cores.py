@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from epserve.process import cores, machine
-from epserve.process.cores import Host, share_of
 from epserve.rank import groups
+from epserve.rank.setup import cores, machine
+from epserve.rank.setup.cores import Host, share_of
 from tests.support.ranks import run_ranks
 
 
@@ -91,7 +91,7 @@ def test_a_container_may_have_less_than_its_cores(monkeypatch, text, quota):
 def test_binding_reaches_threads_that_are_there_and_those_that_come():
     code = """
 import os, threading
-from epserve.process import cores
+from epserve.rank.setup import cores
 seen, go = [], threading.Event()
 def look(): go.wait(20); seen.append(os.sched_getaffinity(0))
 early = threading.Thread(target=look); early.start()

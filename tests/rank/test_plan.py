@@ -16,7 +16,7 @@ from epserve.config import parse_config
 from epserve.errors import ConfigError, EpserveError
 from epserve.models import open_checkpoint
 from epserve.models.demo import write_demo_checkpoint
-from epserve.process import machine
+from epserve.rank.setup import machine
 from epserve.rank.setup.memory import check_machine, plan_memory
 from epserve.rank.setup.plan import plan_ranks
 from epserve.service.run import running
@@ -128,21 +128,21 @@ async def test_serving_refuses_what_the_machine_cannot_hold_before_ray_starts(
     small, monkeypatch, no_ray, memory, threads, told
 ):
     """The CPUs of a Ray of our own are as many as the ranks need, so Ray refuses nothing: it started process after process."""
-    monkeypatch.setattr("epserve.process.machine.memory_bytes", lambda: memory)
-    monkeypatch.setattr("epserve.process.machine.most_threads", lambda: threads)
+    monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: memory)
+    monkeypatch.setattr("epserve.rank.setup.machine.most_threads", lambda: threads)
     served = parse_config({**config(small, ranks=24, max_tokens_per_rank=16384), "server": {"port": 0}})
     with pytest.raises(ConfigError, match=told):
         async with running(served):
             pass
-    monkeypatch.setattr("epserve.process.machine.memory_bytes", lambda: 1 << 50)
-    monkeypatch.setattr("epserve.process.machine.most_threads", lambda: 1 << 50)
+    monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: 1 << 50)
+    monkeypatch.setattr("epserve.rank.setup.machine.most_threads", lambda: 1 << 50)
     with pytest.raises(Started):
         async with running(served):
             pass
 
 
 def test_the_cap_that_is_offered_fits(small, monkeypatch):
-    monkeypatch.setattr("epserve.process.machine.memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: 8 << 30)
     asked = config(small, ranks=4, max_tokens_per_rank=1 << 20)
     with pytest.raises(ConfigError, match=r"lower engine\.max_tokens_per_rank to at most \d+") as error:
         check(asked)

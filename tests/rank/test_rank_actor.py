@@ -8,11 +8,11 @@ import torch
 from epserve.config import parse_config
 from epserve.link.door import LinkAddress
 from epserve.models.demo import reference_block
-from epserve.process import cores
-from epserve.process.cores import Host
 from epserve.rank.actor import RankActor
 from epserve.rank.groups import GroupAddress
 from epserve.rank.setup import backends as backend_choice
+from epserve.rank.setup import cores
+from epserve.rank.setup.cores import Host
 from epserve.rank.step import Arrangement
 from epserve.rank.worker import Worker
 from tests.support.checkpoints import LAYER, write

@@ -16,7 +16,7 @@ from epserve.errors import ConfigError
 from epserve.experts import rows
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import FusedMoEActivationFormat
-from epserve.process import machine
+from epserve.rank.setup import machine
 
 from . import backends as backend_choice
 from . import plan as rank_plan

@@ -1,7 +1,8 @@
-"""Clients of the service: `Client` for threads, `AsyncClient` for asyncio.
+"""This package holds the clients of the service: `Client` for threads, `AsyncClient` for asyncio.
 
-Tensors go in, tensors of the same shape come out, whatever the path: one message, a stream, shared memory, or memory of a GPU.
-It may import `protocol` and `process`, and nothing of the service. `engines/` has the engines whose experts a service runs.
+Tensors go in, and tensors of the same shape come out, over any path: one message, a stream, shared memory, or GPU
+memory. The package may import `protocol` and `process`, and nothing of the service. `engines/` has the engines whose
+experts a service runs.
 """
 
 from .clients import AsyncClient, Client, ClientOptions, ClientRegion, CudaClientRegion, RetryPolicy, Tls, WireFormat

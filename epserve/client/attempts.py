@@ -1,4 +1,4 @@
-"""When a client's call is sent again, waited for, or cancelled. No gRPC."""
+"""This module decides when a client's call is sent again, waited for, or cancelled. It has no gRPC."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from .options import RetryPolicy
 
 
 class Attempts:
-    """When to send a call again. Raises InvalidRequest for a timeout that is none."""
+    """Attempts decides when to send a call again. It raises InvalidRequest for an unusable timeout."""
 
     def __init__(self, policy: RetryPolicy, timeout_s: float):
         self._policy, self._timeout_s = policy, bounded(timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
         self._made = 0
         self._before: EpserveError | None = None
-        """What the attempt before ended with; the present one began at `_began`."""
+        """The error of the attempt before. The present attempt began at `_began`."""
         self._began = 0.0
 
     def remaining(self) -> float:
-        """Seconds until the deadline; a little where it has passed, since zero would make a socket non-blocking."""
+        """Returns the seconds until the deadline, or a little when it has passed, since zero makes a socket
+        non-blocking."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     @property
     def over(self) -> bool:
-        """The deadline has passed."""
+        """Tells whether the deadline has passed."""
         return time.monotonic() >= self._deadline
 
     def wait_after(self, error: EpserveError) -> float:
-        """Seconds until the next attempt; raises the error when there is none."""
+        """Returns the seconds until the next attempt. Raises the error when no attempt is left."""
         self._made += 1
         policy, now = self._policy, time.monotonic()
         left = self._deadline - now
@@ -47,7 +48,7 @@ class Attempts:
         if not error.retryable or self._made == policy.attempts or wait >= left:
             before = self._before if isinstance(error, DeadlineExceeded) else None
             if before is not None and now - self._began < policy.longest_s:
-                error, before = before, None  # the last attempt had little time, so that this says more
+                error, before = before, None  # the last attempt had little time, so this error says more
             if self._made > 1:
                 error.add_note(f"after {self._made} attempts in {self._timeout_s:g} s at most")
             if before is not None:
@@ -58,14 +59,14 @@ class Attempts:
 
 
 class Cancellation:
-    """Passes a future's cancel on to whatever RPC is running for it."""
+    """A cancellation passes a future's cancel on to the RPC that runs for it."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self._call: Any = None
 
     def watch(self, call: Any) -> None:
-        """`call`: whatever has a `cancel`; it is called at once where the future was cancelled before."""
+        """Takes a `call` that has a `cancel`, and cancels it at once when the future is cancelled already."""
         self._call = call
         if self.event.is_set():
             call.cancel()
@@ -76,13 +77,13 @@ class Cancellation:
             self._call.cancel()
 
     def check(self) -> None:
-        """Raises CancelledError once the future was cancelled."""
+        """Raises CancelledError once the future is cancelled."""
         if self.event.is_set():
             raise concurrent.futures.CancelledError
 
 
 class ForwardFuture(concurrent.futures.Future):
-    """Stays cancellable until its result is there."""
+    """The future stays cancellable until its result is there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class ForwardFuture(concurrent.futures.Future):
         return cancelled
 
     def run(self, function: Any, request: OutgoingRequest, attempts: Attempts) -> None:
-        """`function(request, attempts, cancellation)`, in the thread that calls this."""
+        """Runs `function(request, attempts, cancellation)` in the thread of the caller."""
         if self.cancelled():
             return
         result, error = None, None
@@ -112,7 +113,7 @@ class ForwardFuture(concurrent.futures.Future):
 
 
 class Readiness:
-    """What `wait_ready` has seen of a service, and how long it goes on looking."""
+    """Readiness keeps the last state that `wait_ready` saw of a service, and the time that it has left."""
 
     def __init__(self, target: str, timeout_s: float):
         self._target, self._timeout_s = target, bounded(timeout_s)
@@ -123,7 +124,8 @@ class Readiness:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def failed(self, error: EpserveError) -> None:
-        """A poll that ran out of our own time says less than what was seen before it."""
+        """Notes a poll's error, unless the poll ran out of the client's own time, which says less than the state before
+        it."""
         self.saw(self._last if self._last and isinstance(error, DeadlineExceeded) else str(error))
 
     def saw(self, what: str) -> None:

@@ -1,4 +1,5 @@
-"""What a client refuses before anything is sent: the errors of gRPC, protobuf and torch name no field and no remedy. No I/O."""
+"""This module refuses bad arguments before the client sends anything, since the errors of gRPC, protobuf and torch name
+no field and no remedy. It does no I/O."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from typing import Any, NoReturn
 
 from epserve.errors import ConfigError, InvalidRequest
 
-LONGEST_S = 1e6  # eleven days; above some 1e9 s gRPC's clock overflows and the call ends at once
+LONGEST_S = 1e6  # eleven days: above some 1e9 s gRPC's clock overflows and the call ends at once
 LARGEST_INT64 = 2**63 - 1
 TARGETS = '"host:port", "[::1]:port", "unix:/path/of/socket" or "ipv4:10.0.0.1:50051,10.0.0.2:50051"'
 _RESOLVERS = ("unix:", "unix-abstract:", "dns:", "vsock:", "xds:")
-"""Names that gRPC resolves by itself, beside those that are checked here."""
+"""gRPC resolves these names by itself, beside the targets that this module checks."""
 
 
 def bounded(timeout_s: Any, field: str = "timeout") -> float:
-    """`inf` becomes the longest wait that gRPC can express. Raises InvalidRequest for what is no positive number."""
+    """Returns the timeout. `inf` becomes the longest wait that gRPC can express. Raises InvalidRequest unless it is a
+    positive number."""
     if not is_number(timeout_s):
         raise InvalidRequest(f"{field}: {_shown(timeout_s)} is not a number; give seconds, such as 2.0", field=field)
     if not timeout_s > 0:
@@ -32,7 +34,7 @@ def is_number(value: Any) -> bool:
 
 
 def whole_number(value: Any) -> int | None:
-    """None for anything else, as for True."""
+    """Returns the number, or None for other values, True and False included."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -40,7 +42,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:
-    """Raises InvalidRequest unless it is a sequence of whole numbers that are not negative."""
+    """Returns the sizes. Raises InvalidRequest unless the shape is a sequence of whole numbers that are not negative."""
     sizes = [whole_number(size) for size in shape] if isinstance(shape, Iterable) else [None]
     if any(size is None or not 0 <= size <= LARGEST_INT64 for size in sizes):
         text = f"shape: {_shown(shape)} is not a sequence of whole numbers from 0 up; give (tokens, hidden size)"
@@ -49,14 +51,14 @@ def shape_of(shape: Any) -> tuple[int, ...]:
 
 
 def check_request_id(request_id: Any) -> None:
-    """Its kind only; length and characters are the service's to judge. Raises InvalidRequest."""
+    """Raises InvalidRequest unless the id is an ASCII string. The service judges length and characters."""
     if not isinstance(request_id, str) or not request_id.isascii():
         text = f"request_id: {_shown(request_id)} is not a string of ASCII characters"
         raise InvalidRequest(text, field="request_id")
 
 
 def check_token(token: Any) -> None:
-    """Raises ConfigError, which never shows the token."""
+    """Raises ConfigError for an unusable token. The message never shows the token."""
     if not isinstance(token, str):
         raise ConfigError(f"token: must be a string, got {type(token).__name__}; empty for none")
     for place, character in enumerate(token):
@@ -68,7 +70,7 @@ def check_token(token: Any) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError unless the value is one of those allowed."""
     names = tuple(allowed)
     if value not in names:
         known = ", ".join(map(repr, names))
@@ -76,13 +78,13 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
-    """Raises ConfigError, without the value: it may be a token in the wrong place."""
+    """Raises ConfigError for another type, without the value, which may be a token in the wrong place."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}: must be {kind.__name__}(...), got {type(value).__name__}")
 
 
 def check_target(target: Any) -> None:
-    """Raises ConfigError for what gRPC would not resolve, or would resolve to port 443."""
+    """Raises ConfigError for a target that gRPC does not resolve, or resolves to port 443."""
     if not isinstance(target, str):
         _refuse_target(target, "is not a string")
     if not target:
@@ -147,6 +149,6 @@ def check_no_gradient(value: Any, field: str) -> None:
 
 
 def _records_gradients() -> bool:
-    import torch  # is there: a tensor of it came
+    import torch  # a tensor of torch came, so torch is imported
 
     return torch.is_grad_enabled()

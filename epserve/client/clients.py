@@ -1,13 +1,14 @@
-"""Clients of the service: `Client` for threads, `AsyncClient` for asyncio.
+"""This module has the clients of the service: `Client` for threads, `AsyncClient` for asyncio.
 
     with Client("127.0.0.1:50051") as client:
         y = client.forward(layer=3, hidden=x)                                  # the layer's gate chooses experts
         y = client.forward(3, x, topk_ids=ids, topk_weights=weights, timeout=2.0)
-        with client.register_region(64 << 20) as region:                       # a server on this host: no bytes are sent
+        with client.register_region(64 << 20) as region:                       # a server on this host: no bytes are
+            sent
             y = client.forward(3, x, region=region)
 
-Tensors are torch or numpy; the result is of the same kind and dtype as `hidden`. Errors are those of `epserve.errors`.
-A call is a pure function of its request, so those that may succeed later are sent again until the deadline.
+Tensors are torch or numpy. The result has the same kind and dtype as `hidden`. Errors are those of `epserve.errors`. A
+call is a pure function of its request, so the client sends a call that may succeed later again until the deadline.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ __all__ = [
 ]  # fmt: skip
 
 AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
-POLL_S = 0.1  # between two looks at a service that is not ready
+POLL_S = 0.1  # seconds between two looks at a service that is not ready
 
 
 class Client(Endpoint):
-    """Blocking calls over one channel; safe to share between threads.
+    """A client makes blocking calls over one channel. Threads may share it.
 
-    `target`: "host:port" or "unix:/path/of/socket". `token` and `tls_ca` stand for the options that most set-ups need.
+    Args:
+        target: "host:port" or "unix:/path/of/socket".
+        options: all options.
+        token: the bearer token, in place of the one in `options`.
+        tls_ca: the file of the authority of the server's certificate, in place of the one in `options`.
     """
 
     def __init__(
@@ -76,13 +81,24 @@ class Client(Endpoint):
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
         not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """The layer's output for `hidden`, (tokens, hidden size) bf16, fp16 or fp32: same shape, kind, dtype and device.
+        """Returns the layer's output for `hidden`, with the same shape, kind, dtype and device.
 
-        topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none; topk_weights: floats of that shape. Without both
-        the layer's gate chooses, and shared experts are added. timeout: seconds, default `ClientOptions.timeout_s`. request_id:
-        for logs on both sides. region: of `register_region` or `register_cuda_region`, for large tensors on one host.
-        wire_format: fp8 for half the bytes. not_finite_rows: a list that is filled with the numbers of rows that hold NaN or
-        infinity; without one such a result raises NotFinite. Raises CallerError at once, ServiceError when none was in time.
+        Args:
+            layer: the number of a served layer.
+            hidden: (tokens, hidden size) bf16, fp16 or fp32.
+            topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none. Without ids and weights the layer's
+                gate chooses, and the service adds shared experts.
+            topk_weights: floats of the shape of `topk_ids`.
+            timeout: seconds, `ClientOptions.timeout_s` by default.
+            request_id: the id for logs on both sides.
+            region: a region of `register_region` or `register_cuda_region`, for large tensors on one host.
+            wire_format: fp8 for half the bytes.
+            not_finite_rows: a list that the call fills with the numbers of rows that hold NaN or infinity.
+
+        Raises:
+            NotFinite: the result holds NaN or infinity, and the call has no `not_finite_rows`.
+            CallerError: the request cannot succeed; it is raised at once.
+            ServiceError: no attempt succeeded in time.
         """
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         return self._forward(request, self._attempts(timeout), None)
@@ -93,7 +109,7 @@ class Client(Endpoint):
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
         not_finite_rows: list[int] | None = None,
     ) -> concurrent.futures.Future[Any]:  # fmt: skip
-        """As `forward`, in a thread. Cancelling the future at any time cancels the call on the server."""
+        """Runs `forward` in a thread. Cancelling the future at any time cancels the call on the server."""
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         future = ForwardFuture()
         self._check_open()
@@ -103,9 +119,13 @@ class Client(Endpoint):
 
     @contextmanager
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
-        """`size` bytes of memory that are shared with a server on this host. Leaving the block unregisters them.
+        """Shares `size` bytes of memory with a server on this host. Leaving the block unregisters them.
 
-        timeout: seconds for the registration. Raises as `forward`.
+        Args:
+            timeout: seconds for the registration.
+
+        Raises:
+            EpserveError: the errors of `forward`.
         """
         self._check_open()
         with self._registered(ClientRegion(size), timeout) as region:
@@ -115,9 +135,10 @@ class Client(Endpoint):
     def register_cuda_region(
         self, size: int, *, device: Any = None, timeout: float | None = None
     ) -> Iterator[CudaClientRegion]:
-        """`size` bytes of a GPU that are shared with the rank there; device: torch's current one unless it is given.
+        """Shares `size` bytes of a GPU with the rank there. `device` defaults to torch's current one.
 
-        A server on this host, a rank on that GPU, torch here. Hidden states and results then stay on the GPU.
+        It needs a server on this host, a rank on that GPU, and torch in this process. Hidden states and results then
+        stay on the GPU.
         """
         self._check_open()
         with self._registered(CudaClientRegion(size, device), timeout) as region:
@@ -125,7 +146,7 @@ class Client(Endpoint):
 
     @contextmanager
     def _registered(self, region: AnyRegion, timeout: float | None) -> Iterator[AnyRegion]:
-        """Closes it too."""
+        """Registers the region, and closes it at the end."""
         try:
             attempts = self._attempts(timeout)
             call = self._hold(region, attempts)
@@ -140,15 +161,16 @@ class Client(Endpoint):
             region.close()
 
     def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
-        """What is served, and the limits of a request."""
+        """Returns the description of the served model, and the limits of a request."""
         return self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
 
     def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
-        """How the service and each of its ranks are doing."""
+        """Returns the state of the service and of each of its ranks."""
         return self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
-        """Until the state is "serving", at most `timeout` seconds. Raises DeadlineExceeded that says what it saw last."""
+        """Waits at most `timeout` seconds for the state "serving". Raises DeadlineExceeded with the state that it saw
+        last."""
         waiting = Readiness(self.target, timeout)
         while True:
             try:
@@ -173,7 +195,7 @@ class Client(Endpoint):
         self.close()
 
     def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
-        """The RPC that keeps the region registered, for as long as it runs."""
+        """Starts the RPC that keeps the region registered for as long as it runs."""
         while True:
             self._check_open()
             call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
@@ -202,7 +224,7 @@ class Client(Endpoint):
             time.sleep(wait)
 
     def _forward(self, request: OutgoingRequest, attempts: Attempts, cancellation: Cancellation | None) -> Any:
-        """cancellation: None where nobody can cancel the call."""
+        """Sends the request until an attempt succeeds. cancellation: None when no future can cancel the call."""
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
@@ -242,12 +264,13 @@ class Client(Endpoint):
                 if assembly.add(frame):
                     return assembly.result()
         finally:
-            call.cancel()  # after a refusal the rest of the request need not be sent; after the reply it does nothing
+            call.cancel()  # after a refusal this stops the request; after the reply it does nothing
         raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
 
 
 class AsyncClient(Endpoint):
-    """As Client, for asyncio; make it and use it in one event loop. Cancelling a task cancels its call on the server."""
+    """This client is `Client` for asyncio. Make it and use it in one event loop. Cancelling a task cancels its call on
+    the server."""
 
     def __init__(
         self,
@@ -271,7 +294,7 @@ class AsyncClient(Endpoint):
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
         not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """As Client.forward."""
+        """Does the same as Client.forward."""
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
         attempts = self._attempts(timeout)
         with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
@@ -287,13 +310,13 @@ class AsyncClient(Endpoint):
                 await asyncio.sleep(wait)
 
     def stream(self) -> Pipeline:
-        """For many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
+        """Returns a pipeline for many small calls: `async with client.stream() as stream: await stream.forward(...)`."""
         self._check_open()
         return Pipeline(partial(self._open_stream, self.options.metadata), self.options)
 
     @asynccontextmanager
     async def register_region(self, size: int, *, timeout: float | None = None) -> AsyncIterator[ClientRegion]:
-        """As Client.register_region."""
+        """Does the same as Client.register_region."""
         self._check_open()
         async with self._registered(ClientRegion(size), timeout) as region:
             yield region
@@ -302,7 +325,7 @@ class AsyncClient(Endpoint):
     async def register_cuda_region(
         self, size: int, *, device: Any = None, timeout: float | None = None
     ) -> AsyncIterator[CudaClientRegion]:
-        """As Client.register_cuda_region."""
+        """Does the same as Client.register_cuda_region."""
         self._check_open()
         async with self._registered(CudaClientRegion(size, device), timeout) as region:
             yield region
@@ -324,15 +347,15 @@ class AsyncClient(Endpoint):
             region.close()
 
     async def model(self, *, timeout: float | None = None) -> pb.GetModelReply:
-        """As Client.model."""
+        """Does the same as Client.model."""
         return await self._simple(self._stub.GetModel, pb.GetModelRequest(), timeout)
 
     async def status(self, *, timeout: float | None = None) -> pb.GetStatusReply:
-        """As Client.status."""
+        """Does the same as Client.status."""
         return await self._simple(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> pb.GetStatusReply:
-        """As Client.wait_ready."""
+        """Does the same as Client.wait_ready."""
         waiting = Readiness(self.target, timeout)
         while True:
             try:
@@ -356,7 +379,8 @@ class AsyncClient(Endpoint):
         await self.close()
 
     def _open_stream(self, metadata: Any) -> Any:
-        """With the trace of whoever made the Pipeline, whichever call opens it again."""
+        """Opens a stream with the trace of the task that made the Pipeline, even when another task's call opens it
+        again."""
         self._check_open()
         return self._stub.ForwardStream(metadata=metadata)
 

@@ -1,4 +1,5 @@
-"""The client's side of a region on a GPU: memory that the rank on that GPU reads and writes, and which tensors lie in it."""
+"""This module is the client's side of a region on a GPU: the memory that the rank there reads and writes, and the
+tensors in it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ PROOF_BYTES = 32
 
 
 class GpuMemory:
-    """An allocation of this process on one GPU. It goes with the last object that holds it, so with the last tensor over it."""
+    """An allocation of this process on one GPU lives until the last object that holds it, or the last tensor over it,
+    is gone."""
 
     def __init__(self, size: int, device: Any):
-        """Raises InvalidRequest where there is no such GPU or no such memory."""
+        """Allocates. Raises InvalidRequest when the GPU or the memory is not available."""
         try:
             import torch
         except ImportError as error:
@@ -44,7 +46,7 @@ class GpuMemory:
         self.device = torch.device("cuda", index)
         try:
             with torch.cuda.device(self.device):
-                torch.zeros(1, device=self.device)  # makes the context
+                torch.zeros(1, device=self.device)
                 self._address = cuda_memory.allocate(size)
                 self.free = weakref.finalize(self, _free, self._address, index)
                 self.free.atexit = False
@@ -57,26 +59,26 @@ class GpuMemory:
         self.size = size
 
     def piece(self, offset: int, nbytes: int) -> tuple[Any, Any]:
-        """An object, and a uint8 tensor over those bytes that holds it."""
+        """Returns an object, and a uint8 tensor over those bytes that holds it."""
         holder = cuda_memory.Bytes(self._address + offset, nbytes)
         holder.memory = self  # type: ignore[attr-defined]  # what it points to
         return holder, cuda_memory.tensor(holder, self.device)
 
     def offset_of(self, tensor: Any) -> int | None:
-        """Where a tensor lies; None: elsewhere, or not in one piece."""
+        """Returns a tensor's offset, or None when it lies elsewhere or is not contiguous."""
         offset = tensor.data_ptr() - self._address
         inside = tensor.device == self.device and 0 <= offset <= self.size - tensor.nbytes
         return offset if inside and tensor.is_contiguous() else None
 
     def finish(self) -> None:
-        """Waits for what this thread's current stream has queued: the rank's stream knows nothing of it."""
+        """Waits for the work that this thread's current stream has queued, since the rank's stream knows nothing of it."""
         import torch
 
         torch.cuda.current_stream(self.device).synchronize()
 
 
 class GpuBlock:
-    """A piece of a region: free again when the last tensor over it has gone."""
+    """A block is a piece of a region. It is free again when the last tensor over it is gone."""
 
     __slots__ = ("bytes", "offset")
 
@@ -88,13 +90,14 @@ class GpuBlock:
 
 
 class CudaClientRegion(Registration):
-    """`size` bytes of a GPU that this process and the rank there share. `Client.register_cuda_region` makes and registers it.
+    """The region is `size` bytes of a GPU that this process and the rank there share. `Client.register_cuda_region`
+    makes it.
 
-    Tensors made here keep their memory for as long as they live, also when the region is closed before.
+    Tensors made here keep their memory for as long as they live, even when the region is closed first.
     """
 
     def __init__(self, size: int, device: Any = None):
-        """Raises InvalidRequest when there is no such memory."""
+        """Allocates the memory. Raises InvalidRequest when it is not available."""
         number = whole_number(size)
         if number is None or not ALIGNMENT <= number <= LARGEST_INT64:
             text = f"size: {size!r} is not a whole number of bytes, {ALIGNMENT} or more (64 << 20 is 64 MiB)"
@@ -121,7 +124,7 @@ class CudaClientRegion(Registration):
         self._memory = None
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """A torch tensor in the region, on its GPU, with undefined values. Raises InvalidRequest."""
+        """Returns a torch tensor in the region, on its GPU, with undefined values. Raises InvalidRequest."""
         shape, name = shape_of(shape), str(dtype).removeprefix("torch.")
         if not str(dtype).startswith("torch.") or name not in wire.DTYPES:
             raise InvalidRequest(f"dtype: {dtype} is no torch dtype that can be sent", field="dtype")
@@ -129,7 +132,7 @@ class CudaClientRegion(Registration):
         return self.view(self.block(wire.num_bytes(header)), header)
 
     def view(self, block: GpuBlock, header: pb.Tensor) -> Any:
-        """The tensor of a block."""
+        """Returns the tensor of a block."""
         import torch
 
         count = wire.num_bytes(header)
@@ -147,9 +150,10 @@ class CudaClientRegion(Registration):
         return GpuBlock(data, offset)
 
     def place(self, hidden: Any) -> tuple[Any, wire.WireTensor]:
-        """A tensor of hidden states in the region, copied there unless it is; what must be kept, and what to send of it.
+        """Returns the tensor of hidden states in the region, which the caller must keep, and the description to send.
 
-        All work that this thread's current stream has queued has ended when this returns. Raises InvalidRequest.
+        It copies a tensor that lies elsewhere. All work that this thread's current stream has queued has ended when it
+        returns. Raises InvalidRequest.
         """
         self.check_registered()
         memory = self._present()
@@ -175,7 +179,7 @@ class CudaClientRegion(Registration):
 
 
 def _free(address: int, index: int) -> None:
-    """From whichever thread the last holder goes in."""
+    """Frees the allocation, in any thread that drops the last holder."""
     import torch
 
     with contextlib.suppress(cuda_memory.DriverError, RuntimeError), torch.cuda.device(index):

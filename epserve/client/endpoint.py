@@ -1,4 +1,5 @@
-"""What blocking and asyncio clients have in common: target and options, checked; requests and attempts made of them."""
+"""This module is the common part of blocking and asyncio clients: target and options, checked, and the requests and
+attempts that they make."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .region import ClientRegion
 
 
 class Endpoint:
-    """What both clients know."""
+    """An endpoint holds the state that both clients share."""
 
     def __init__(self, target: str, options: ClientOptions | None, token: str | None, tls_ca: Path | str | None):
         check_target(target)
@@ -59,7 +60,7 @@ class Endpoint:
         )
 
     def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:
-        """Of an attempt to register a region: what to raise, or to try again after."""
+        """Returns the error of an attempt to register a region, which the client raises or retries."""
         if attempts.over or isinstance(error, TimeoutError):
             return DeadlineExceeded(f"{self.target} did not register the region in time")
         if isinstance(error, grpc.RpcError):

@@ -1,4 +1,5 @@
-"""The client's side of one forward call without I/O: a request to send, the frames of its reply to collect."""
+"""This module is the client's side of one forward call without I/O: a request to send, and the frames of its reply to
+collect."""
 
 from __future__ import annotations
 
@@ -20,16 +21,18 @@ from .ring import AsyncBell, Bell
 log = logging.getLogger("epserve.client")
 
 WireFormat = Literal["plain", "fp8", "fp8_request"]
-"""plain: as it is. fp8: float8_e4m3fn with one factor for each 1x128 block, half the bytes of bfloat16, both ways;
-fp8_request: only what is sent. Costs precision: e4m3 has three bits of mantissa."""
+"""The format of hidden states in messages. plain: unchanged. fp8: float8_e4m3fn with one factor for each 1x128 block,
+half the bytes of bfloat16, both ways. fp8_request: fp8 for the request only. fp8 costs precision: e4m3 has three bits
+of mantissa."""
 
 
 PRIORITIES = {"": pb.PRIORITY_UNSPECIFIED, "low": pb.LOW, "normal": pb.NORMAL, "high": pb.HIGH}
-LARGEST_LAYER = 2**31 - 1  # of the message's int32
+LARGEST_LAYER = 2**31 - 1  # the range of the message's int32
 
 
 def _layer(layer: Any) -> int:
-    """Raises InvalidRequest: protobuf takes None for 0 and has errors of its own for the rest."""
+    """Returns the layer's number. Raises InvalidRequest, since protobuf takes None for 0 and has its own errors for the
+    rest."""
     number = whole_number(layer)
     if number is None or not 0 <= number <= LARGEST_LAYER:
         raise InvalidRequest(f"layer: {layer!r} is not a layer number, 0..{LARGEST_LAYER}", field="layer")
@@ -37,7 +40,7 @@ def _layer(layer: Any) -> int:
 
 
 def _priority(name: str) -> pb.Priority:
-    """Raises InvalidRequest."""
+    """Returns the priority's number. Raises InvalidRequest."""
     if name not in PRIORITIES:
         known = ", ".join(filter(None, PRIORITIES))
         raise InvalidRequest(f"priority: {name!r} is none of {known}", field="priority")
@@ -45,9 +48,11 @@ def _priority(name: str) -> pb.Priority:
 
 
 class OutgoingRequest:
-    """A forward call, encoded once however often it is sent. A context: leaving it settles what becomes of region memory.
+    """An outgoing request is a forward call, encoded once for all attempts. As a context it settles the region memory
+    at its end.
 
-    region: inputs that lie in it are named and the others copied into it; the result is a tensor in it.
+    Args:
+        region: the request names inputs in it and copies the others into it. The result is a tensor in it.
     """
 
     def __init__(
@@ -127,18 +132,20 @@ class OutgoingRequest:
         self._inputs, self._output = [], None
 
     def failed(self, error: Any) -> Any:
-        """Of one attempt. Unless the service refused it, it may still be writing to the region, even after a later attempt."""
+        """Takes the error of an attempt. Unless the service refused it, it may still write to the region, even after a
+        later attempt."""
         self._unsettled = self._unsettled or not isinstance(error, CallerError | Overloaded)
         return error
 
     def check_region(self) -> None:
-        """Raises NotReady when the service has forgotten the region since the request was made: only another one helps."""
+        """Raises NotReady when the service has forgotten the region since the request was made. Only another region
+        helps."""
         if self._region is not None:
             self._region.check_registered()
 
     @property
     def bell(self) -> Bell | None:
-        """The quickest way for a request whose tensors all lie in a region, while there is one."""
+        """Returns the doorbell, the quickest way for a request whose tensors all lie in a region, or None."""
         bell = self._region.bell if self._region is not None else None
         return bell if bell is not None and bell.usable else None
 
@@ -148,32 +155,33 @@ class OutgoingRequest:
         return bell if bell is not None and bell.usable else None
 
     def frame(self, timeout_s: float, number: int = 0) -> Any:
-        """The whole request, where it is small."""
+        """Returns the whole request as one frame, when it is small."""
         (frame,) = self.frames(timeout_s, number)
         return frame
 
     def answer(self, frame: Any) -> Any:
-        """The result that a single frame brings, or the error that it raises."""
+        """Returns the result in a single frame, or raises its error."""
         assembly = ReplyAssembly(self)
         if not assembly.add(frame):
             raise InternalError("the reply is not complete in its only frame")
         return assembly.result()
 
     def message(self) -> Outgoing:
-        """The whole request, for a call of its own, whose deadline is gRPC's."""
+        """Returns the whole request for a call of its own, whose deadline is gRPC's."""
         return Outgoing(self.header, self.tensors)
 
     def frames(self, timeout_s: float, number: int = 0) -> Iterator[Any]:
-        """Of one attempt. timeout_s: from when the service has the header. number: of the call, on a stream of many."""
+        """Yields the frames of one attempt. timeout_s: counts from the service's receipt of the header. number: the
+        call's, on a stream of many."""
         self.header.timeout_ms = max(1, round(timeout_s * 1000))
         return wire.request_frames(number, self.tensors, self.header, part_frame, begin_frame)
 
     def result(self, reply: Received) -> Any:
-        """Of a reply that is one message."""
+        """Returns the result of a reply that is one message."""
         return self.decode(self.start_reply(reply))
 
     def start_reply(self, message: Received) -> wire.Assembly:
-        """Raises InternalError for a reply that does not answer this request."""
+        """Starts to collect a reply. Raises InternalError for a reply that does not answer this request."""
         reply = message.header
         if reply.left_out_experts:
             experts = ", ".join(map(str, reply.left_out_experts))
@@ -200,7 +208,7 @@ class OutgoingRequest:
         return assembly
 
     def decode(self, assembly: wire.Assembly) -> Any:
-        """The kind, dtype, shape and device of what was sent."""
+        """Returns the result with the kind, dtype, shape and device of the sent tensor."""
         buffers = assembly.finish()
         header = pb.Tensor(dtype=self.reply_dtype, shape=self._shape)
         as_torch = wire.is_torch(self.like)
@@ -211,7 +219,7 @@ class OutgoingRequest:
             return on_gpu.to(self.like.device) if as_torch else on_gpu.cpu().numpy()
         if self._output is not None:
             result = wire.view(self._output, header, as_torch=as_torch)
-            if self._unsettled:  # an earlier attempt may write there once more
+            if self._unsettled:  # an earlier attempt may still write there
                 return result.clone() if as_torch else result.copy()
             return result.to(self.like.device) if as_torch else result
         buffer = buffers.get(pb.HIDDEN_STATES, b"")
@@ -235,7 +243,7 @@ class OutgoingRequest:
         return result.to(self.like.device) if as_torch else result.numpy()
 
     def _look_at(self, result: Any) -> None:
-        """Of values that got another dtype here, which the service has not seen. Raises NotFinite."""
+        """Raises NotFinite for values that got another dtype here, which the service has not seen."""
         wrong = result.isfinite().all(1).logical_not().nonzero().flatten().tolist()
         if self._not_finite_rows is not None:
             self._not_finite_rows[:] = sorted({*self._not_finite_rows, *wrong})
@@ -248,7 +256,7 @@ class OutgoingRequest:
 
 
 def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:
-    """float8_e4m3fn rows and their scales. Raises InvalidRequest."""
+    """Returns float8_e4m3fn rows and their scales. Raises InvalidRequest."""
     try:
         import torch
 
@@ -268,14 +276,14 @@ def _quantised(hidden: Any) -> dict[pb.Field, wire.WireTensor]:
 
 
 class ReplyAssembly:
-    """The frames of one reply."""
+    """A reply assembly collects the frames of one reply."""
 
     def __init__(self, request: OutgoingRequest):
         self._request = request
         self._assembly: wire.Assembly | None = None
 
     def add(self, frame: Any) -> bool:
-        """True when the reply is complete. Raises the failure that a frame brings."""
+        """Adds a frame, and returns True when the reply is complete. Raises the failure that a frame brings."""
         kind = frame.WhichOneof("body")
         if kind == "failure":
             raise status.error_of(frame.failure)

@@ -1,4 +1,4 @@
-"""How a client connects: TLS, token, retries."""
+"""This module has the options of a connection: TLS, token, retries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Balance = Literal["", "round_robin"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """`ca`: authority of the server's certificate (None: the system's); `cert` and `key`: the client's own, for mutual TLS.
+    """These are the files and names of TLS.
 
-    `server_name` stands in for the target's host name where the certificate has another one.
+    `ca` is the authority of the server's certificate (None: the system's). `cert` and `key` are the client's own, for
+    mutual TLS. `server_name` replaces the target's host name when the certificate has another one.
     """
 
     ca: Path | str | None = None
@@ -34,7 +35,7 @@ class Tls:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises ConfigError for those that gRPC would only complain of later."""
+        """Reads the files. Raises ConfigError for a file that gRPC would reject only later."""
         if (self.cert is None) != (self.key is None):
             raise ConfigError("tls: cert and key come together")
         self._check()
@@ -45,7 +46,7 @@ class Tls:
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def _check(self) -> None:
-        """Raises ConfigError for files that gRPC would only complain of on stderr, each time that it connects."""
+        """Raises ConfigError for a file that gRPC would report only on stderr, at each connection."""
         probe = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.ca is not None:
@@ -58,7 +59,9 @@ class Tls:
         for path in (self.cert, self.key):
             _read(path)
         try:
-            probe.load_cert_chain(self.cert, self.key, password="")  # one with a password: an error, not a prompt
+            probe.load_cert_chain(
+                self.cert, self.key, password=""
+            )  # a key with a password gives an error, not a prompt
         except ssl.SSLError as error:
             raise ConfigError(
                 f"tls.cert, tls.key: {self.cert} and {self.key} are no PEM pair without a password: {error}"
@@ -69,7 +72,8 @@ class Tls:
 class RetryPolicy:
     """Waits grow twofold from `first_s` to `longest_s`, with jitter, and never pass the call's deadline.
 
-    attempts: at most so many, the first one counted; None: as many as fit before the deadline. Raises ConfigError.
+    `attempts` is the largest number of attempts, the first one included. None allows as many as fit before the
+    deadline. Raises ConfigError.
     """
 
     attempts: int | None = None
@@ -89,19 +93,21 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """Raises ConfigError, or InvalidRequest for `timeout_s`, that names the option and what is allowed."""
+    """The options raise ConfigError, or InvalidRequest for `timeout_s`, that names the option and the allowed values."""
 
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     timeout_s: float = 60.0
-    """Of calls that name none."""
+    """The seconds for calls that set no timeout."""
     retry: RetryPolicy = RetryPolicy()
     priority: Priority = ""
-    """Of all calls. Empty: normal, or the highest that the service allows this client where that is less."""
+    """The priority of all calls. Empty means normal, or the highest that the service allows this client when that is
+    less."""
 
     balance: Balance = ""
-    """round_robin: calls go in turn to those of the target's addresses whose health is SERVING. The target is then a name
-    with several addresses, or a list: "ipv4:10.0.0.1:50051,10.0.0.2:50051". Empty: gRPC's choice, the first that connects."""
+    """With round_robin, calls go in turn to the target's addresses whose health is SERVING. The target is then a name
+    with several addresses, or a list: "ipv4:10.0.0.1:50051,10.0.0.2:50051". Empty is gRPC's choice, the first address
+    that connects."""
 
     def __post_init__(self) -> None:
         check_token(self.token)
@@ -114,7 +120,7 @@ class ClientOptions:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call: the token, and the present trace where the application has one."""
+        """Returns the metadata of a call: the token, and the present trace when the application has one."""
         return tracing.outgoing((("authorization", f"Bearer {self.token}"),) if self.token else ())
 
     def channel_options(self) -> list[tuple[str, Any]]:

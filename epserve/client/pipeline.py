@@ -1,4 +1,4 @@
-"""The client's side of a ForwardStream that many asyncio tasks share, and of those that follow it when one has ended."""
+"""This module is the client's side of a ForwardStream that many asyncio tasks share, and of the streams that follow it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from .exchange import OutgoingRequest, ReplyAssembly
 from .options import ClientOptions
 
 CLOSE_S = 1.0
-"""For the server's answer to a half-closed stream."""
+"""The server has this many seconds to answer a half-closed stream."""
 
 
 class Pipeline:
-    """Calls over one stream: a small one costs about a quarter less time than with a gRPC call of its own.
+    """A pipeline sends calls over one stream. A small call costs about a quarter less time than with a gRPC call of its
+    own.
 
-    The replies come in any order. When the stream ends, whatever has no reply yet is sent again on another one, as
-    `AsyncClient.forward` sends again: until each call's own deadline.
+    The replies come in any order. When the stream ends, the pipeline sends calls without a reply again on another
+    stream, as `AsyncClient.forward` does, until each call's own deadline.
     """
 
     def __init__(self, open_stream: Callable[[], Any], options: ClientOptions):
-        """open_stream: starts the RPC of a stream; raises EpserveError where that makes no sense any more."""
+        """Keeps `open_stream`, which starts the RPC of a stream and raises EpserveError when no stream can be opened
+        any more."""
         self._open_stream, self._options = open_stream, options
         self._stream: _Stream | None = None
         self._closed = False
@@ -39,7 +41,7 @@ class Pipeline:
         self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
         timeout: float | None = None, request_id: str = "", not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """As AsyncClient.forward. Raises EpserveError."""
+        """Does the same as AsyncClient.forward. Raises EpserveError."""
         request = OutgoingRequest(
             layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority,
             not_finite_rows=not_finite_rows,
@@ -65,7 +67,7 @@ class Pipeline:
         await self.close()
 
     def _open(self) -> _Stream:
-        """The stream that is open, or another one. Of many calls that send again the first one opens it for all."""
+        """Returns the open stream, or opens one. The first of many calls that send again opens it for all."""
         if self._closed:
             raise CallerError("this stream is closed")
         if self._stream is None or self._stream.ended:
@@ -74,7 +76,7 @@ class Pipeline:
 
 
 class _Stream:
-    """One RPC, from its start to its end, after which it takes no more calls."""
+    """A stream is one RPC. It takes no more calls after its end."""
 
     def __init__(self, rpc: Any):
         self._rpc = rpc
@@ -87,7 +89,8 @@ class _Stream:
         self._reader = asyncio.create_task(self._read())
 
     async def call(self, request: OutgoingRequest, timeout_s: float) -> Any:
-        """Sent once. Raises EpserveError: the service's for this call, DeadlineExceeded, or what the stream ended with."""
+        """Sends the request once. Raises the service's error for this call, DeadlineExceeded, or the error that ended
+        the stream."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = ReplyAssembly(request), future
         self._outgoing.put_nowait((number, request.frames(timeout_s, number)))
@@ -103,8 +106,8 @@ class _Stream:
     async def close(self) -> None:
         """Ends calls that are still running.
 
-        NOTE: a stream that is cancelled has events to come, which gRPC would deliver to an event loop that may have ended,
-        and log a traceback for each. So one without running calls is half-closed, and the server ends it.
+        NOTE: gRPC would deliver the remaining events of a cancelled stream to an event loop that may have ended, and
+        log a traceback for each. So `close` half-closes a stream without running calls, and the server ends it.
         """
         if not self._waiting and not self.ended:
             self._outgoing.put_nowait(None)
@@ -148,7 +151,7 @@ class _Stream:
             if not reply.add(frame):
                 return
             result, error = reply.result(), None
-        except Exception as raised:  # whatever it is, it is this call's alone
+        except Exception as raised:  # any error is this call's alone
             result, error = None, raised
         del self._waiting[frame.call]
         if future.done():
@@ -159,7 +162,7 @@ class _Stream:
             future.set_exception(error)
 
     def _end(self, why: Callable[[], EpserveError]) -> None:
-        """why: makes an error for each call, which adds notes of its own to it."""
+        """Ends all calls. why: makes an error for each call, since each adds its own notes."""
         self.ended = True
         for _, future in self._waiting.values():
             if not future.done():
@@ -170,7 +173,7 @@ class _Stream:
 def _end_of(error: grpc.RpcError) -> EpserveError:
     mapped = status.error_of_rpc(error)
     if isinstance(mapped, DeadlineExceeded):
-        # A stream has no deadline. The server gave it up for one call whose reply was not read in time, which that call's
-        # own timeout says; the others have time left.
+        # A stream has no deadline. The server ended it for one call whose reply was not read in time. That call's own
+        # timeout says so, and the others have time left.
         return NotReady(f"the server ended the stream: {mapped}")
     return mapped

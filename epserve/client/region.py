@@ -1,4 +1,5 @@
-"""The client's side of a shared-memory region: the memory, what is free in it, and which tensors lie in it. No I/O but files."""
+"""This module is the client's side of a shared-memory region: the memory, its free parts, and the tensors in it. Its
+only I/O is with files."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from .ring import AsyncBell, Bell
 
 FOLDER = Path("/dev/shm")
 WORTH_BYTES = 16 << 10
-"""What is smaller and does not lie in the region goes with the message: a block costs more than those bytes."""
+"""A smaller tensor outside the region goes with the message, since a block costs more than those bytes."""
 
 
 class Registration:
-    """What a region of either kind has of its registration."""
+    """A registration is the state that regions of both kinds share."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -33,12 +34,12 @@ class Registration:
         self._lost = self._closed = False
 
     def registered(self, reply: pb.HoldRegionReply) -> None:
-        """The server has it open."""
+        """Notes that the server has the region open."""
         self.name = reply.region
         self.bell = Bell(reply.doorbell, reply.doorbell_key)
 
     def lost(self) -> None:
-        """The server has forgotten the region."""
+        """Notes that the server has forgotten the region."""
         self._lost = True
         self.bell.close()
 
@@ -48,11 +49,11 @@ class Registration:
         self._quarantined.clear()
 
     def quarantine(self, block: Any) -> None:
-        """Not to be used again: the server may yet write there for a call that was given up."""
+        """Keeps a block out of use: the server may still write there for a call that was given up."""
         self._quarantined.append(block)
 
     def check_registered(self) -> None:
-        """Raises NotReady when the server does not know the region, or no longer."""
+        """Raises NotReady when the server does not know the region, or has forgotten it."""
         if self._closed or self._lost:
             why = (
                 "is closed" if self._closed else "is no longer registered, since its connection ended; register another"
@@ -61,13 +62,14 @@ class Registration:
 
 
 class ClientRegion(Registration):
-    """`size` bytes that this process and the server share. `Client.register_region` makes and registers it.
+    """The region is `size` bytes that this process and the server share. `Client.register_region` makes and registers
+    it.
 
-    Tensors made here keep their bytes for as long as they live, also when the region is closed before.
+    Tensors made here keep their bytes for as long as they live, even when the region is closed first.
     """
 
     def __init__(self, size: int):
-        """Raises InvalidRequest when there is no such memory."""
+        """Makes the memory. Raises InvalidRequest when it is not available."""
         number = whole_number(size)
         if number is None or not ALIGNMENT <= number <= LARGEST_INT64:
             text = f"size: {size!r} is not a whole number of bytes, {ALIGNMENT} or more (64 << 20 is 64 MiB)"
@@ -84,7 +86,8 @@ class ClientRegion(Registration):
         return pb.HoldRegionRequest(key=self._path.name, byte_size=self.size, proof=self._proof)
 
     def registered(self, reply: pb.HoldRegionReply) -> None:
-        """From here on the memory goes away with the last process that uses it, however it ends."""
+        """Removes the file's name, so that the memory goes away with the last process that uses it, however that
+        process ends."""
         super().registered(reply)
         self._path.unlink(missing_ok=True)
 
@@ -94,7 +97,8 @@ class ClientRegion(Registration):
         self._blocks.close()
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """A tensor in the region, with undefined values: torch for a torch dtype, else numpy. Raises InvalidRequest."""
+        """Returns a tensor in the region with undefined values: torch for a torch dtype, else numpy. Raises
+        InvalidRequest."""
         shape = shape_of(shape)
         name = str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else _numpy_name(dtype)
         if name not in wire.DTYPES:
@@ -104,7 +108,7 @@ class ClientRegion(Registration):
         return wire.view(block, header, as_torch=str(dtype).startswith("torch."))
 
     def block(self, nbytes: int) -> Any:
-        """Memory of the region: a ctypes array, free again when the last tensor over it has gone."""
+        """Returns memory of the region as a ctypes array, which is free again when the last tensor over it is gone."""
         if self._closed:
             raise CallerError("the region is closed")
         block = self._blocks.take(nbytes)
@@ -115,14 +119,15 @@ class ClientRegion(Registration):
         return block
 
     def copied(self, data: memoryview) -> tuple[Any, pb.RegionSlice]:
-        """A block with these bytes, and where it is."""
+        """Copies these bytes to a block, and returns the block and its place."""
         block = self.block(len(data))
         target = memoryview(block).cast("B")
         target[:] = data
         return block, self.slice_of_block(block)
 
     def slice_of(self, data: memoryview) -> pb.RegionSlice | None:
-        """Where these bytes lie in the region; None: elsewhere. Raises NotReady when the server does not know the region."""
+        """Returns the place of these bytes in the region, or None when they lie elsewhere. Raises NotReady when the
+        server does not know the region."""
         self.check_registered()
         if data.readonly or not len(data):
             return None
@@ -150,7 +155,7 @@ def _shared_memory(path: Path, size: int) -> mmap.mmap:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # else a full /dev/shm would end this process when it first writes
+            os.posix_fallocate(fd, 0, size)  # a full /dev/shm would otherwise end this process at its first write
             return mmap.mmap(fd, size)
         except BaseException:
             path.unlink(missing_ok=True)

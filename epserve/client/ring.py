@@ -1,5 +1,5 @@
-"""The client's side of the doorbell (server/doorbell.py): blocking calls over a few Unix sockets, one call on each at a time; and
-calls of asyncio over one, many at a time."""
+"""This module is the client's side of the doorbell (server/doorbell.py). Blocking calls go over a few Unix sockets, one
+call on each at a time. Calls of asyncio go over one socket, many at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CONNECT_S = 1.0
 
 
 class Bell:
-    """Of one region. `usable` is false for good when it cannot be reached: gRPC then does the same."""
+    """The bell serves one region. `usable` turns false for good when the bell cannot be reached. gRPC then takes the
+    calls."""
 
     def __init__(self, name: str, key: bytes):
         self._name, self._key = name, key
@@ -31,7 +32,7 @@ class Bell:
         self.usable = bool(name and key)
 
     def connect(self) -> None:
-        """A first connection; without one (in a container with a network of its own, say) the bell is not usable."""
+        """Makes a first connection. Without one (in a container with its own network, say) the bell is not usable."""
         if self.usable:
             try:
                 self._idle.append(self._connected())
@@ -39,7 +40,8 @@ class Bell:
                 self.usable = False
 
     def call(self, frame: Any, timeout_s: float, cancellation: Any) -> Any:
-        """Raises DeadlineExceeded, and NotReady when the connection ends before the reply."""
+        """Sends a frame and returns the reply. Raises DeadlineExceeded, and NotReady when the connection ends before
+        the reply."""
         deadline = time.monotonic() + timeout_s
         try:
             sock = self._take()
@@ -56,11 +58,11 @@ class Bell:
             reply = frames.parse_reply(_frame(sock, deadline))
         except BaseException as error:
             ring.over()
-            sock.close()  # whoever is asked there gives the call up
+            sock.close()  # the server then gives the call up
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(f"no reply after {timeout_s:.3g} s") from None
             if isinstance(error, OSError):
-                self._drop_idle()  # a service that went away left them all
+                self._drop_idle()  # a service that stops closes them all
                 raise NotReady("the service ended the connection before the reply; it may be stopping") from error
             raise
         if ring.over():
@@ -72,14 +74,14 @@ class Bell:
         self._drop_idle()
 
     async def for_asyncio(self) -> AsyncBell | None:
-        """None where it cannot be reached."""
+        """Returns a bell for asyncio, or None when it cannot be reached."""
         if not self.usable:
             return None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, bell = await loop.create_unix_connection(AsyncBell, "\0" + self._name)
-        except OSError:  # TimeoutError is one
+        except OSError:  # TimeoutError is an OSError
             return None
         bell.send(self._key)
         return bell
@@ -116,7 +118,7 @@ class Bell:
 
 
 class AsyncBell(asyncio.Protocol):
-    """Of one region and one event loop. Replies come in any order."""
+    """This bell serves one region and one event loop. Replies come in any order."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -129,7 +131,8 @@ class AsyncBell(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def call(self, frame_of: Callable[[int], Any], timeout_s: float) -> Any:
-        """frame_of: the number of the call -> its frame. Raises DeadlineExceeded, and NotReady when the connection ends."""
+        """Sends a call and returns the reply. frame_of: maps the call's number to its frame. Raises DeadlineExceeded,
+        and NotReady when the connection ends."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
@@ -181,7 +184,7 @@ class AsyncBell(asyncio.Protocol):
 
 
 class _Ring:
-    """What a cancel ends: the call, and never the next one on the same socket."""
+    """A ring lets a cancel end this call, and never the next one on the same socket."""
 
     def __init__(self, sock: socket.socket):
         self._sock: socket.socket | None = sock
@@ -196,14 +199,14 @@ class _Ring:
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     def over(self) -> bool:
-        """Whether the socket is good for another call."""
+        """Ends the call, and tells whether the socket is good for another one."""
         with self._lock:
             self._sock = None
             return not self._cut
 
 
 def _frame(sock: socket.socket, deadline: float) -> bytes:
-    """Raises TimeoutError, and ConnectionError for an early end."""
+    """Reads one frame. Raises TimeoutError, and ConnectionError for an early end."""
     data = sock.recv(1 << 16)
     while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
         if not data:

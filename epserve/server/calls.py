@@ -1,4 +1,4 @@
-"""One request from checked header to reply: what Forward and ForwardStream share."""
+"""This module takes one request from checked header to reply. Forward and ForwardStream share it."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .watch.observer import Observer
 from .watch.step_times import StepTimes, Times
 
 if TYPE_CHECKING:
-    from epserve.engine.engine import Engine  # imports Ray; the front end needs its methods only
+    from epserve.engine.engine import Engine  # imports Ray, which the front end does without
 
 log = logging.getLogger("epserve.server")
 
 PRIORITIES = {pb.LOW: Priority.LOW, pb.NORMAL: Priority.NORMAL, pb.HIGH: Priority.HIGH}
 THREAD_BYTES = 4 << 20
-"""From this size on checks and conversions leave the event loop, which 4 MiB hold up for 0.3 to 0.6 ms; the way to a thread and
-back takes as long as that."""
+"""Checks and conversions of this size and above leave the event loop, which 4 MiB hold up for 0.3 to 0.6 ms. The way to
+a thread and back takes as long as that."""
 
 
 @contextmanager
 def until_sent() -> Iterator[ExitStack]:
-    """In a method with one reply: what the stack holds is given back when gRPC has sent the reply, or has given it up.
+    """Yields a stack for a method with one reply, and closes it when gRPC has sent the reply or has given it up.
 
-    It is given back at once when the method fails.
+    It closes the stack at once when the method fails.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -60,25 +60,26 @@ def until_sent() -> Iterator[ExitStack]:
 
 
 def is_on_this_host(peer: str) -> bool:
-    """Of gRPC's name of a connection: over loopback or a Unix-domain socket."""
+    """Tells whether gRPC's name of a connection is of loopback or a Unix-domain socket."""
     return unquote(peer).startswith(("unix:", "ipv4:127.", "ipv6:[::1]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Where a call comes from. `peer`: gRPC's name of the connection; `account`: whose limits count."""
+    """A caller is the origin of a call. `peer`: gRPC's name of the connection. `account`: the account whose limits
+    count."""
 
     peer: str
     account: Account
 
     @property
     def name(self) -> str:
-        """The client to whom fairness and logs refer."""
+        """Returns the name of the client for fairness and logs."""
         return self.account.name or self.peer
 
 
 class Calls:
-    """Runs calls on the engine; counts those in flight and the bytes that they hold."""
+    """Runs calls on the engine. It counts the calls in flight and the bytes that they hold."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Calls:
         make_buffer = getattr(engine, "buffer", wire.plain_buffer)
         self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
         self.admitted = self.admitted_bytes = 0
-        """Requests from their header until their reply is sent, and the bytes of both."""
+        """The requests from their header until their reply is sent, and the bytes of both."""
         self._intake = intake
         self.draining = asyncio.Event()
         self._idle = asyncio.Event()
@@ -110,22 +111,22 @@ class Calls:
 
     @property
     def in_flight(self) -> int:
-        """Those that are admitted, and those whose message is on its way."""
+        """Counts the admitted requests and those whose message is on its way."""
         return self.admitted + self._intake.waiting
 
     @property
     def buffered_bytes(self) -> int:
-        """Of both."""
+        """Counts the bytes of admitted requests and of messages on their way."""
         return self.admitted_bytes + self._intake.nbytes
 
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Raises Unauthenticated."""
+        """Identifies the caller. Raises Unauthenticated."""
         account = self.accounts.identify(context.invocation_metadata())
         account.current()
         return Caller(peer=context.peer(), account=account)
 
     def check_may_use_regions(self, caller: Caller) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest unless regions are on and the caller is on this host."""
         if not self.limits.regions:
             raise InvalidRequest("region: shared-memory regions are switched off (server.regions)", field="region")
         if not is_on_this_host(caller.peer):
@@ -133,17 +134,18 @@ class Calls:
             raise InvalidRequest(text, field="region")
 
     async def uid_of(self, peer: str) -> int | None:
-        """The user whose process has this connection; None where that cannot be known."""
+        """Returns the user whose process has this connection, or None when it is unknown."""
         if peer.startswith("unix:"):
             return os.geteuid()  # the socket is open to this user alone (`server.unix_socket`)
         return await asyncio.to_thread(sockets.uid_of_peer, peer, self._intake.port)
 
     def request_id(self, wanted: str) -> str:
-        """The caller's, checked, or one of our own."""
+        """Returns the caller's id, checked, or a new one."""
         return codec.checked_request_id(wanted) if wanted else f"{self._prefix}-{next(self._numbers)}"
 
     def deadline(self, *remaining_s: float | None) -> float:
-        """On the clock of time.monotonic: the soonest that is given, else the default. Raises DeadlineExceeded if past."""
+        """Returns the soonest given deadline on the clock of time.monotonic, or the default. Raises DeadlineExceeded
+        when it is past."""
         given = [value for value in remaining_s if value is not None]
         remaining = min(given, default=self.default_deadline_s)
         if remaining <= 0:
@@ -151,7 +153,7 @@ class Calls:
         return time.monotonic() + remaining
 
     def check(self, request: pb.ForwardRequest, request_id: str, caller: Caller) -> codec.CheckedRequest:
-        """Header checks; raises NotReady while draining."""
+        """Checks the header. Raises NotReady while draining."""
         if self.draining.is_set():
             raise NotReady("the server is stopping; send the request to another one, or again later")
 
@@ -163,7 +165,8 @@ class Calls:
         return self.door.check(request, request_id, resolve, priority=priority)
 
     def _priority(self, wanted: pb.Priority, caller: Caller) -> Priority:
-        """Raises InvalidRequest for no priority, PermissionDenied above what the caller may use."""
+        """Returns the request's priority. Raises InvalidRequest for an unknown one, PermissionDenied above the caller's
+        highest."""
         highest = caller.account.current().priority or Priority[self.limits.max_priority.upper()]
         if wanted == pb.PRIORITY_UNSPECIFIED:
             return min(Priority.NORMAL, highest)
@@ -181,7 +184,8 @@ class Calls:
 
     @contextmanager
     def admitting(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
-        """Holds a request's regions, and its bytes and its reply's against the server's and the client's limits.
+        """Holds a request's regions, and counts the bytes of request and reply against the server's and the client's
+        limits.
 
         Raises Overloaded.
         """
@@ -207,9 +211,11 @@ class Calls:
                     self._idle.set()
 
     async def answer(self, message: Received, remaining_s: float | None, caller: Caller, held: ExitStack) -> Outgoing:
-        """A call that is one message each way. remaining_s: of the connection's own deadline. Raises as `run`.
+        """Answers a call that is one message each way. Raises the errors of `run`.
 
-        held: gets what the call holds. It must be closed once the reply is sent.
+        Args:
+            remaining_s: seconds until the connection's own deadline.
+            held: takes the resources that the call holds. The caller closes it once the reply is sent.
         """
         request = message.header
         request_id = request.request_id = self.request_id(request.request_id)
@@ -230,7 +236,7 @@ class Calls:
         deadline: float,
         caller: Caller,
     ) -> tuple[dict[pb.Field, wire.WireTensor], pb.ForwardReply]:
-        """The result and a reply that still lacks it. Raises EpserveError, or whatever a defect raises."""
+        """Returns the result, and a reply without it. Raises EpserveError, or the exception of a defect."""
         started = time.perf_counter()
         watch = self.observer.request(
             checked.request_id, layer=checked.layer, tokens=checked.tokens, received=checked.nbytes
@@ -263,7 +269,7 @@ class Calls:
                     with self._step_times.of(checked.request_id) as times:
                         out = await self.engine.forward(batch)
                 else:
-                    out = decoded.hidden  # no rows: nothing to ask of the ranks
+                    out = decoded.hidden  # no rows: the ranks have no work
                 computed_at = time.perf_counter()
                 work = out.nbytes if checked.target is None else 0
                 encoded = await _maybe_in_thread(work, replies.encode_reply, out, checked, not_finite)
@@ -305,7 +311,7 @@ class Calls:
         log.debug(text, checked.request_id, checked.layer, checked.tokens, status, ms, client)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new calls, wait for those accepted; False when some are still running after `timeout_s`."""
+        """Refuses new calls and waits for the accepted ones. Returns False when some still run after `timeout_s`."""
         self.draining.set()
         try:
             async with asyncio.timeout(timeout_s):

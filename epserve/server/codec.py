@@ -1,6 +1,6 @@
-"""The door: every check of a request, and bytes to tensors and back.
+"""This module checks requests in full, and turns bytes into tensors.
 
-`Door.check` sees headers only and costs microseconds, so that nothing is allocated for a request that cannot be served;
+`Door.check` sees headers only and costs microseconds, so that a request that cannot be served allocates nothing.
 `Door.decode` looks at values. Both raise CallerError whose message names the field, both numbers and the remedy.
 """
 
@@ -39,9 +39,10 @@ _ID_CHARS = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A header that passed. `sizes`: field -> bytes that must come; `slices`: field -> where they lie instead.
+    """A checked request is a header that passed. `sizes`: field -> bytes that must come. `slices`: field -> region
+    bytes instead.
 
-    output: where the result goes, instead of into the reply.
+    `output` is the place for the result outside the reply, or None.
     """
 
     request_id: str
@@ -56,36 +57,37 @@ class CheckedRequest:
     priority: Priority = Priority.NORMAL
 
     nbytes: int
-    """Of all tensors that come in."""
+    """The bytes of all tensors that come in."""
     reply_bytes: int = 0
-    """Of the result, where it goes out with the reply."""
+    """The bytes of the result, or 0 when it does not go out with the reply."""
 
     @property
     def regions(self) -> set[Region]:
-        """Those that its tensors and its result lie in."""
+        """Returns the regions of the request's tensors and of its result."""
         slices = self.slices.values() if self.output is None else (*self.slices.values(), self.output)
         return {each.region for each in slices}
 
     @property
     def source(self) -> RegionRows | None:
-        """Where the hidden states lie on a GPU; None: they come here."""
+        """Returns the place of the hidden states on a GPU, or None when they come to this process."""
         return _on_gpu(self.slices.get(pb.HIDDEN_STATES), self.headers[pb.HIDDEN_STATES].dtype)
 
     @property
     def target(self) -> RegionRows | None:
-        """Where the result goes on a GPU; None: it comes here."""
+        """Returns the place of the result on a GPU, or None when it comes to this process."""
         return _on_gpu(self.output, self.reply_dtype)
 
     @property
     def work(self) -> int:
-        """Bytes that this process reads or converts before the ranks compute."""
+        """Returns the bytes that this process reads or converts before the ranks compute."""
         hidden = self.slices.get(pb.HIDDEN_STATES)
         return self.nbytes - (hidden.nbytes if hidden is not None and hidden.on_gpu else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedRequest:
-    """`hidden` (M, K) of the model's dtype; `ids` int32 and `weights` float32 (M, top_k), or None for the layer's gate."""
+    """A decoded request holds `hidden` (M, K) of the model's dtype, `ids` int32 and `weights` float32 (M, top_k). None
+    for both means that the layer's gate chooses."""
 
     hidden: torch.Tensor
     ids: torch.Tensor | None
@@ -93,7 +95,7 @@ class DecodedRequest:
 
 
 Resolve = Callable[[pb.RegionSlice, int, str], Slice]
-"""(slice, bytes that it must have, name of the field) -> where that is. Raises CallerError."""
+"""Maps (slice, bytes that it must have, name of the field) to the place in a region. Raises CallerError."""
 
 
 def no_regions(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
@@ -101,7 +103,7 @@ def no_regions(wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
 
 
 class Door:
-    """`layers`: those that are served, perhaps not all of the model's."""
+    """The door checks and decodes requests for `layers`, the served ones, perhaps not all of the model's."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Door:
         *,
         make_buffer: wire.MakeBuffer = wire.plain_buffer,
     ):
-        """make_buffer: for the tensors of requests; memory that the ranks share saves a copy."""
+        """Keeps `make_buffer` for the tensors of requests. Memory that the ranks share saves a copy."""
         self.info, self.layers, self.limits = info, layers, limits
         self._make_buffer = make_buffer
 
@@ -123,7 +125,8 @@ class Door:
         *,
         priority: Priority = Priority.NORMAL,
     ) -> CheckedRequest:
-        """Raises UnknownLayer, TooLarge, or InvalidRequest with the field. resolve: where the tensors' regions are."""
+        """Checks the header. Raises UnknownLayer, TooLarge, or InvalidRequest with the field. resolve: finds the
+        tensors' regions."""
         if request.layer not in self.layers:
             served = ranges.shown(self.layers)
             raise UnknownLayer(
@@ -246,13 +249,13 @@ class Door:
             raise InvalidRequest(text, field="topk_weights")
 
     def assembly(self, checked: CheckedRequest) -> wire.Assembly:
-        """For the bytes that come with a request or after it."""
+        """Returns an assembly for the bytes that come with a request or after it."""
         return wire.Assembly(checked.sizes, self._make_buffer)
 
     def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> DecodedRequest:
-        """Bytes to tensors that own their memory. Raises InvalidRequest for values that are not finite or out of range.
+        """Turns bytes into tensors that own their memory, and reads the bytes in regions.
 
-        Bytes in regions are read here.
+        Raises InvalidRequest for values that are not finite or out of range.
         """
         read = {which: each.read(self._make_buffer) for which, each in checked.slices.items() if not each.on_gpu}
         buffers = {**buffers, **read}
@@ -275,7 +278,7 @@ class Door:
         return DecodedRequest(hidden=hidden, ids=ids, weights=weights)
 
     def _hidden(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> torch.Tensor:
-        """In the model's dtype, and finite."""
+        """Returns the hidden states in the model's dtype. Raises InvalidRequest unless they are finite."""
         hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
         if pb.HIDDEN_SCALES in checked.headers:
             scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
@@ -301,7 +304,8 @@ def _on_gpu(where: Slice | None, dtype: pb.DType) -> RegionRows | None:
 
 
 def checked_request_id(request_id: str) -> str:
-    """Goes into logs: no control characters, no spaces, bounded."""
+    """Returns the id, which goes into logs. Raises InvalidRequest for control characters, spaces, or one that is too
+    long."""
     if len(request_id) > MAX_ID_CHARS or not _ID_CHARS.issuperset(request_id):
         text = f"request_id: {len(request_id)} characters; at most {MAX_ID_CHARS} printable ASCII ones without spaces"
         raise InvalidRequest(text, field="request_id")

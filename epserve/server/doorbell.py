@@ -1,9 +1,11 @@
-"""A Unix socket beside gRPC for clients that have registered a region: the tensors lie in shared memory, and what is left of
-a call are some 100 bytes each way, for which gRPC in Python takes half a millisecond and a socket a tenth of that.
+"""This module serves a Unix socket beside gRPC to clients that have registered a region. The tensors lie in shared
+memory, so a call sends some 100 bytes each way. gRPC in Python takes half a millisecond for them, and a socket a tenth
+of that.
 
-HoldRegion's reply names the socket and a key. A connection starts with the key; it then acts for whoever registered the region
-and ends with the registration. After that: frames of a uint32 (big-endian) length and a RequestFrame with a whole request,
-answered by frames of a ReplyFrame with a whole reply or a failure. Everything behind is what serves ForwardStream's calls.
+HoldRegion's reply names the socket and a key. A connection starts with the key. It then acts for the client that
+registered the region, and ends with the registration. The client then sends frames: a uint32 (big-endian) length and a
+RequestFrame with a whole request. The server answers with frames of a ReplyFrame with a whole reply or a failure. The
+code that serves ForwardStream's calls serves these too.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ LENGTH = struct.Struct("!I")
 KEY_BYTES = 32
 MAX_FRAME_BYTES = wire.FRAME_BYTES + wire.OVERHEAD_BYTES
 MAX_CONNECTIONS = 64
-"""Of one region: one for each of a client's threads that call at once; further ones are told to use gRPC."""
+"""One region has at most this many connections, one for each of a client's threads that call at once. Further threads
+are told to use gRPC."""
 GREETING_S = 5.0
 METHOD = "epserve.v1.Experts/Forward (doorbell)"
-"""In metrics and traces."""
+"""The name of the method in metrics and traces."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class _Registration:
 
 
 class Doorbell:
-    """`start()` in the server's loop. One key for each region."""
+    """The doorbell starts with `start()` in the server's loop. It has one key for each region."""
 
     def __init__(self, calls: Calls):
         self.calls = calls
@@ -56,7 +59,7 @@ class Doorbell:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        # An abstract name: there is no file that could be left over, and only this host's processes reach it.
+        # The name is abstract: it leaves no file behind, and only processes of this host reach it.
         self._server = await loop.create_unix_server(lambda: Connection(self), "\0" + self.name)
 
     def stop(self) -> None:
@@ -69,7 +72,7 @@ class Doorbell:
             stranger.end()
 
     def register(self, caller: Caller) -> bytes:
-        """The key for connections that act for `caller`; empty while there is no socket."""
+        """Returns the key for connections that act for `caller`, or an empty one while there is no socket."""
         if self._server is None:
             return b""
         key = secrets.token_bytes(KEY_BYTES)
@@ -77,7 +80,7 @@ class Doorbell:
         return key
 
     def forget(self, key: bytes) -> None:
-        """Ends the key's connections and what runs on them."""
+        """Ends the key's connections and the calls that run on them."""
         registration = self._registrations.pop(key, None)
         for connection in list(registration.connections) if registration is not None else ():
             connection.end()
@@ -101,7 +104,8 @@ class Doorbell:
 
 
 class Connection(asyncio.Protocol):
-    """Bounded: so many calls run at once as on a stream, then nothing more is read; nor while replies pile up unread."""
+    """A connection is bounded: it runs as many calls at once as a stream, then reads nothing more. It also reads
+    nothing while unread replies pile up."""
 
     def __init__(self, doorbell: Doorbell):
         self._doorbell, self._calls = doorbell, doorbell.calls
@@ -152,7 +156,7 @@ class Connection(asyncio.Protocol):
             self.end()
 
     def _parse(self) -> None:
-        """Raises DecodeError or InvalidRequest for what ends the connection."""
+        """Starts the calls of complete frames. Raises DecodeError or InvalidRequest for bytes that end the connection."""
         if self._registration is None and not self._greeted():
             return
         limit = self._calls.limits.max_in_flight_per_stream

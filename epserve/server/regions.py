@@ -1,11 +1,13 @@
-"""Shared-memory regions of clients on this host: what is registered, by whom, and reads and writes within its bounds.
+"""This module keeps the registry of clients' shared-memory regions on this host, and reads and writes within their
+bounds.
 
-A region is a window of a POSIX shared-memory object. The server keeps a file descriptor and no mapping: a client may cut
-its object short at any time, which would end a process that reads a mapping of it (SIGBUS), while `preadv` just comes back
-with fewer bytes. It also takes the one copy that a check of ids needs, since the client can write while it is read.
+A region is a window of a POSIX shared-memory object. The server keeps a file descriptor and no mapping. A client may
+cut its object short at any time, which ends a process that reads a mapping of it (SIGBUS), while `preadv` returns fewer
+bytes. `preadv` also takes the one copy that a check of ids needs, since the client can write during the read.
 
-Front ends of one host know each other's regions (`share`), so that a client's calls may go to any of them: the one that
-registered a region has checked who may, the others open the same object and keep to the same owner, name and bounds.
+Front ends of one host know each other's regions (`share`), so that a client's calls may go to any of them. The front
+end that registers a region checks the client's rights. The others open the same object and keep to the same owner, name
+and bounds.
 """
 
 from __future__ import annotations
@@ -34,26 +36,29 @@ log = logging.getLogger("epserve.server")
 FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?([A-Za-z0-9._\-]{1,200})")
 RESERVED_PREFIX = "epserve-"
-"""Objects of this service and of its own clients: nobody gets at them without showing that he can write them."""
+"""Names with this prefix belong to this service and its own clients. A client must prove write access to use such an
+object."""
 MAX_REGIONS_PER_CLIENT = 256
 MAX_REGIONS = 512
-"""Each costs a file descriptor, and processes have 1,024 of them by default."""
+"""Each region costs a file descriptor, and processes have 1,024 of them by default."""
 PROOF_BYTES = range(16, 65)
 PROOF_DIFFERENT = 8
-"""Memory is full of zeros and other fills that anybody may guess. 16 random bytes have fewer different ones less than once in
-10^12 times."""
+"""Memory is full of zeros and other fills that are easy to guess. 16 random bytes have fewer different values less than
+once in 10^12 times."""
 _IO_BYTES = 1 << 30
 """Linux moves at most 2 GiB in one call."""
 
 
 class Region:
-    """One window. Reads and writes may come from any thread; the descriptor lives until the last of them is done.
+    """A region is one window of an object. Any thread may read and write it, and the descriptor lives until the last of
+    them is done.
 
-    adopted: another front end registered it, and decides when its lease is over.
+    Args:
+        adopted: True when another front end registered the region and decides when its lease is over.
     """
 
     gpu_uuid = ""
-    """Of the GPU that it lies on; empty: it is system memory."""
+    """The UUID of the GPU that holds the region. It is empty for system memory."""
 
     def __init__(
         self, *, owner: str, name: str, key: str, offset: int, size: int, lease_s: float | None, fd: int,
@@ -67,7 +72,8 @@ class Region:
         self._lock = threading.Lock()
 
     def used(self) -> Region:
-        """`with region.used() as fd`: open until the block ends. Raises InvalidRequest when the region is gone."""
+        """Returns a context that keeps the descriptor open: `with region.used() as fd`. Raises InvalidRequest when the
+        region is gone."""
         return self
 
     def __enter__(self) -> int:
@@ -105,7 +111,7 @@ class Region:
         return leased and not self.users and now - self.last_used > (self.lease_s or 0.0)
 
     def describe(self) -> dict[str, Any]:
-        """For another front end of this host, while it is registered. Which object it is, and where it is open."""
+        """Describes a registered region to another front end of this host: which object it is, and where it is open."""
         with self._lock:
             found = os.fstat(self._fd)
             return {
@@ -116,7 +122,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Bytes of a region that lie within its bounds. `field`: of the request, for messages."""
+    """A slice is bytes of a region that lie within its bounds. `field` names the request's field in messages."""
 
     region: Region
     offset: int
@@ -125,11 +131,11 @@ class Slice:
 
     @property
     def on_gpu(self) -> bool:
-        """Then `read` and `write` are the rank's."""
+        """Tells whether the slice lies on a GPU. The rank then reads and writes it."""
         return bool(self.region.gpu_uuid)
 
     def read(self, make_buffer: Callable[[int], Any] = bytearray) -> Any:
-        """The bytes, in a buffer of their own. Raises InvalidRequest when the object has become too short."""
+        """Returns the bytes in a buffer of their own. Raises InvalidRequest when the object has become too short."""
         buffer = make_buffer(self.nbytes)
         view, at = memoryview(buffer).cast("B"), self.region.offset + self.offset
         with self.region.used() as fd:
@@ -141,7 +147,8 @@ class Slice:
         return buffer
 
     def write(self, data: memoryview) -> None:
-        """As `read`. Writing never makes the object longer, except in a race with a client that cuts it."""
+        """Writes the bytes. Raises InvalidRequest when the object has become too short. A write makes the object longer
+        only in a race with a client that cuts it."""
         assert len(data) == self.nbytes
         at = self.region.offset + self.offset
         with self.region.used() as fd:
@@ -159,17 +166,19 @@ class Slice:
 
 
 class Regions:
-    """The registry. An owner sees and uses only its own regions. Of one event loop; regions are used from any thread."""
+    """Regions is the registry of one event loop. An owner sees and uses only its own regions. Any thread may use a
+    region."""
 
     def __init__(self, limits: ServerConfig, folder: Path = FOLDER, *, board: Board | None = None):
-        """board: what front ends of this host tell each other of their regions."""
+        """Subscribes to `board`, over which front ends of this host tell each other of their regions."""
         self._limits, self._folder = limits, folder
         self._regions: dict[tuple[str, str], Region] = {}
         self._board = board or Board()
         self._board.subscribe(Handlers(posted=self._adopt, removed=self._removed, used=self._used))
 
     def register_proven(self, owner: str, *, key: str, offset: int, size: int, proof: bytes) -> Region:
-        """Under a name of the server's choice. `proof`: random bytes that the region starts with, to show write access."""
+        """Registers a region under a name that the server chooses. `proof`: random bytes at its start, which show write
+        access."""
         check_proof(proof, size)
         fd = self._open(owner, key, offset, size)
         try:
@@ -181,10 +190,14 @@ class Regions:
         return self._add(Region(owner=owner, name=drawn_name(), key=key, offset=offset, size=size, lease_s=None, fd=fd))
 
     def register_leased(self, owner: str, *, uid: int | None, name: str, key: str, offset: int, size: int) -> Region:
-        """Under the client's name, forgotten when unused for `server.region_lease_s`.
+        """Registers a region under the client's name, and forgets it when it is unused for `server.region_lease_s`.
 
-        uid: the user whose process calls, who must have the right to write the object; None: it is not known. Raises
-        PermissionDenied.
+        Args:
+            uid: the user of the calling process, who must have the right to write the object, or None when it is
+                unknown.
+
+        Raises:
+            PermissionDenied: this user may not write the object.
         """
         self.check_name(owner, name)
         if key.lstrip("/").startswith(RESERVED_PREFIX):
@@ -199,7 +212,7 @@ class Regions:
         return self._add(Region(owner=owner, name=name, key=key, offset=offset, size=size, lease_s=lease_s, fd=fd))
 
     def check_name(self, owner: str, name: str) -> None:
-        """Raises InvalidRequest unless a client may give it to a region now."""
+        """Raises InvalidRequest unless a client may give this name to a region now."""
         if not 1 <= len(name) <= 256 or not name.isprintable():
             raise InvalidRequest(f"name: {len(name)} characters, must be 1 to 256 printable ones", field="name")
         self.reclaim()
@@ -207,7 +220,7 @@ class Regions:
             raise InvalidRequest(f"name: {name!r} is registered already; unregister it first", field="name")
 
     def check_size(self, owner: str, size: int) -> None:
-        """Raises TooLarge, and Overloaded where there are as many regions as may be."""
+        """Raises TooLarge for a size out of bounds, and Overloaded when the number of regions is at its limit."""
         if not 1 <= size <= self._limits.max_region_bytes:
             limit = self._limits.max_region_bytes
             raise TooLarge(f"byte_size: {size}, must be 1 to {limit} (server.max_region_bytes)", field="byte_size")
@@ -215,7 +228,8 @@ class Regions:
         self._check_number(owner)
 
     def add(self, region: Region) -> Region:
-        """One that was opened otherwise, and is this process's alone. Raises what `check_name` and `check_size` do."""
+        """Adds a region that is open already and belongs to this process alone. Raises the errors of `check_name` and
+        `check_size`."""
         if region.lease_s is not None:
             self.check_name(region.owner, region.name)
         self.check_size(region.owner, region.size)
@@ -226,8 +240,8 @@ class Regions:
         return region
 
     async def share(self, region: Region) -> None:
-        """The other front ends of this host know it when this returns. Raises InvalidRequest, and forgets it, when its
-        name was registered at another one meanwhile."""
+        """Tells the other front ends of this host, which know the region when this returns. Raises InvalidRequest, and
+        forgets the region, when another front end registered its name meanwhile."""
         try:
             known = await self._board.post(_name_on_board(region.owner, region.name), region.describe())
         except BaseException:  # the caller has gone
@@ -238,7 +252,7 @@ class Regions:
             raise InvalidRequest(f"name: {region.name!r} is registered already; unregister it first", field="name")
 
     def _adopt(self, key: str, value: dict[str, Any]) -> None:
-        """A region that another front end has registered."""
+        """Adds a region that another front end has registered."""
         if not self._limits.regions:
             return
         try:
@@ -252,7 +266,7 @@ class Regions:
         self._add(Region(**wanted, fd=fd, adopted=True))
 
     def _open_same(self, value: dict[str, Any]) -> int:
-        """By its name, which may have gone since; else where the other process has it open. Raises OSError."""
+        """Opens the object by its name, or through the other process when the name has gone. Raises OSError."""
         name = str(value["key"])
         elsewhere = Path(f"/proc/{int(value['pid'])}/fd/{int(value['fd'])}")
         ways = [(self._folder / matched[1], os.O_NOFOLLOW)] if (matched := _KEY.fullmatch(name)) else []
@@ -285,14 +299,14 @@ class Regions:
             )
 
     def _open(self, owner: str, key: str, offset: int, size: int) -> int:
-        """A descriptor of the object, which is large enough now."""
+        """Returns a descriptor of the object, and checks that it is large enough now."""
         matched = _KEY.fullmatch(key)
         if matched is None or matched[1] in (".", ".."):
             text = "key: must name a POSIX shared-memory object: 1 to 200 letters, digits, dots, dashes or underscores"
             raise InvalidRequest(text, field="key")
         self.check_size(owner, size)
         try:
-            # NOTE: O_NOFOLLOW and O_NONBLOCK: neither a link out of the folder nor a pipe without a peer
+            # NOTE: O_NOFOLLOW refuses a link out of the folder, and O_NONBLOCK never waits for a pipe's peer.
             fd = os.open(self._folder / matched[1], os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise InvalidRequest(f"key: cannot open {key!r}: {error.strerror}", field="key") from None
@@ -304,11 +318,11 @@ class Regions:
         return fd
 
     def unregister(self, owner: str, name: str, *, on_gpu: bool = False) -> None:
-        """Requests that are using it still finish. Raises InvalidRequest for an unknown one."""
+        """Unregisters a region. Requests that use it still finish. Raises InvalidRequest for an unknown region."""
         self.forget(self.find(owner, name, "name", on_gpu=on_gpu))
 
     def forget(self, region: Region) -> None:
-        """As `unregister`, for whoever holds the region itself; twice is once. Other front ends forget it too."""
+        """Unregisters a region that the caller holds. It may be called twice. Other front ends forget the region too."""
         if self._regions.get((region.owner, region.name)) is region:
             self._board.remove(_name_on_board(region.owner, region.name))
         self._drop(region)
@@ -319,7 +333,8 @@ class Regions:
             del self._regions[region.owner, region.name]
 
     def unregister_all(self, owner: str | None = None, *, on_gpu: bool = False) -> None:
-        """Of one owner that were registered under a name of his; None: whatever there is here, at the end."""
+        """Unregisters the regions that one owner registered by name. With None it unregisters all regions of this
+        process, at its end."""
         for region in list(self._regions.values()):
             if owner is None and region.adopted:
                 self._drop(region)
@@ -329,20 +344,21 @@ class Regions:
                 self.forget(region)
 
     def of(self, owner: str, *, on_gpu: bool | None = None) -> list[Region]:
-        """on_gpu: of one kind only."""
+        """Returns the regions of an owner. on_gpu: selects one kind."""
         self.reclaim()
         mine = (region for region in self._regions.values() if region.owner == owner)
         return [region for region in mine if on_gpu in (None, bool(region.gpu_uuid))]
 
     def find(self, owner: str, name: str, field: str, *, on_gpu: bool | None = None) -> Region:
-        """Another client's region is as unknown as none. on_gpu: of one kind only."""
+        """Returns a region of this owner. Raises InvalidRequest for others, those of other clients included. on_gpu:
+        selects one kind."""
         region = self._regions.get((owner, name))
         if region is None or on_gpu not in (None, bool(region.gpu_uuid)):
             raise InvalidRequest(f"{field}: no region {name!r} of this client is registered", field=field)
         return region
 
     def slice_of(self, owner: str, wanted: pb.RegionSlice, nbytes: int, field: str) -> Slice:
-        """Raises InvalidRequest unless it is `nbytes` long and within the region."""
+        """Returns the slice. Raises InvalidRequest unless it is `nbytes` long and within the region."""
         region = self.find(owner, wanted.region, field)
         if wanted.byte_size != nbytes:
             text = f"{field}: {wanted.byte_size} bytes of region {region.name!r}, its shape and dtype make {nbytes}"
@@ -354,7 +370,8 @@ class Regions:
         return Slice(region=region, offset=wanted.offset, nbytes=nbytes, field=field)
 
     def reclaim(self) -> None:
-        """Forget regions whose lease is over: their clients are taken for dead. And tell other front ends which are in use."""
+        """Forgets regions whose lease is over, since their clients count as dead, and tells other front ends which
+        regions are in use."""
         now, used = time.monotonic(), []
         for region in list(self._regions.values()):
             if region.expired(now):
@@ -370,7 +387,8 @@ class Regions:
 
 
 def _check_rights(found: os.stat_result, uid: int | None, key: str) -> None:
-    """The server opens an object with its own rights, which may be more than the caller's. Raises PermissionDenied."""
+    """Raises PermissionDenied unless the caller may write the object, since the server's own rights may be wider than
+    the caller's."""
     if uid is None:
         text = (
             f"key: whether the caller may use {key[:100]!r} cannot be known over this connection; connect over"
@@ -386,7 +404,7 @@ def _check_rights(found: os.stat_result, uid: int | None, key: str) -> None:
 
 
 def check_proof(proof: bytes, size: int) -> None:
-    """Raises InvalidRequest for one that anybody could know, or that does not lie in the region."""
+    """Raises InvalidRequest for a proof that is easy to guess, or that does not lie in the region."""
     if len(proof) not in PROOF_BYTES:
         text = f"proof: {len(proof)} bytes, must be {PROOF_BYTES.start} to {PROOF_BYTES.stop - 1} random ones"
         raise InvalidRequest(text, field="proof")

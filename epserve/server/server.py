@@ -1,4 +1,4 @@
-"""The gRPC server around an engine: options, security, health, reflection, start and stop."""
+"""This module is the gRPC server around an engine: options, security, health, reflection, start and stop."""
 
 from __future__ import annotations
 
@@ -48,18 +48,19 @@ ADMIN_SERVICE = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 INFERENCE_SERVICE = kserve_pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 HEALTH_NAMES = ("", SERVICE, INFERENCE_SERVICE)
 HOUSEKEEPING_S = 1.0
-"""How often the tokens file is looked at and dead clients' regions are dropped."""
+"""The server checks the tokens file and drops dead clients' regions at this interval."""
 TRIM_EVERY = 15
-"""Rounds of housekeeping after which free memory goes back to the system."""
+"""Free memory goes back to the system after this many rounds of housekeeping."""
 SHORTEST_PING_MS = 4_000
-"""A connection whose client pings three times more often than this is closed. The shortest interval of grpc-go and grpc-java
-is 10 s, and pings may come early; our clients ping every 30 s."""
+"""The server closes a connection whose client pings three times more often than this. The shortest interval of grpc-go
+and grpc-java is 10 s, and pings may come early. Clients of this package ping every 30 s."""
 FLUSH_S = 0.5
-"""For replies on their way and health watchers, once all accepted calls are done."""
+"""Replies on their way and health watchers get this time, once all accepted calls are done."""
 
 
 class Server:
-    """`engine` may still be starting: health then says NOT_SERVING, and calls get what the engine raises."""
+    """The server runs around an `engine` that may still be starting. Health then says NOT_SERVING, and calls get the
+    engine's error."""
 
     def __init__(
         self,
@@ -70,8 +71,13 @@ class Server:
         tracer_provider: Any = None,
         peers: Peers | None = None,
     ):
-        """tracer_provider: of OpenTelemetry, in place of the one that `server.otlp_endpoint` makes; closed by `stop`.
-        peers: what is shared with other front ends; whatever connects this process to them has the same."""
+        """Makes a server that is not bound yet.
+
+        Args:
+            tracer_provider: OpenTelemetry's, in place of the one that `server.otlp_endpoint` makes. `stop` closes it.
+            peers: the state that front ends share. The object that connects this process to the others has the same
+                one.
+        """
         self._engine, self._config = engine, config
         self._tracer_provider = tracer_provider
         self._peers = peers or Peers()
@@ -89,12 +95,12 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The one that was bound; 0 before start."""
+        """Returns the bound port, or 0 before start."""
         return self._port
 
     @property
     def metrics_port(self) -> int:
-        """Of the status page and the metrics; 0 where there are none."""
+        """Returns the port of the status page and the metrics, or 0 when there are none."""
         return self._page.port if self._page is not None else 0
 
     @property
@@ -102,7 +108,7 @@ class Server:
         return _address(self._config.host, self._port)
 
     async def start(self) -> None:
-        """Raises ConfigError when certificates or tokens cannot be read or the address cannot be bound."""
+        """Binds and starts. Raises ConfigError when it cannot read certificates or tokens, or cannot bind the address."""
         config = self._config
         allocator.keep_freed_memory()
         credentials = auth.server_credentials(config)
@@ -115,7 +121,7 @@ class Server:
         observer = self._observer = Observer(
             self._engine, max_expert_series=config.metrics_expert_series, provider=provider
         )
-        GRPC_LOG.addFilter(quiet)  # twice is once
+        GRPC_LOG.addFilter(quiet)  # a second start does no harm
         intake = Intake(config.max_buffered_bytes)
         receiving = Receiving(intake, self._default_deadline_s)
         server = grpc.aio.server(interceptors=[observer.interceptor(), *guards, receiving], options=_options(config))
@@ -166,7 +172,8 @@ class Server:
         log.info("listening on %s (TLS %s, tokens %s)", self.address, credentials is not None, accounts.guarded)
 
     async def stop(self, grace: float = 0.0) -> None:
-        """NOT_SERVING first, then up to `grace` seconds for accepted calls, then the connections. Idempotent."""
+        """Says NOT_SERVING, waits up to `grace` seconds for accepted calls, then ends the connections. It is
+        idempotent."""
         server, calls = self._server, self._calls
         if server is None or calls is None:
             return
@@ -189,21 +196,21 @@ class Server:
         log.info("stopped listening on %s", self.address)
 
     def reload(self) -> None:
-        """Read the tokens file again now, as it is when it changes. An unusable one is logged and changes nothing."""
+        """Reads the tokens file again now, as a change of it does. It logs an unusable file, which changes nothing."""
         if self._calls is not None:
             self._calls.accounts.reload()
 
     async def wait(self) -> None:
-        """Until stopped."""
+        """Waits until the server is stopped."""
         if self._server is not None:
             await self._server.wait_for_termination()
 
     def _shown_state(self) -> str:
-        """Of /healthz: as the gRPC health service has it, a drain included."""
+        """Returns the state for /healthz: the gRPC health service's, a drain included."""
         return "draining" if self._calls is not None and self._calls.draining.is_set() else self._engine.state()
 
     def _state_changed(self, state: str) -> None:
-        """From any thread; a loop that has ended needs no news."""
+        """Passes the engine's state on. Any thread may call it. A loop that has ended needs no news."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._health_changed)
 
@@ -220,7 +227,7 @@ class Server:
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    """Sizes are explicit: gRPC's default of 4 MiB is 292 tokens of hidden size 7168."""
+    """Returns gRPC's options. Sizes are explicit: gRPC's default of 4 MiB is 292 tokens of hidden size 7168."""
     message = max(config.max_message_bytes, wire.FRAME_BYTES) + wire.OVERHEAD_BYTES
     return [
         ("grpc.max_receive_message_length", message),
@@ -233,9 +240,12 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
         ("grpc.keepalive_time_ms", 60_000),  # finds peers that vanished without closing
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.ping_timeout_ms", 20_000),  # without it gRPC waits longer, whatever the keepalive's timeout is
+        ("grpc.http2.ping_timeout_ms", 20_000),  # gRPC otherwise waits longer, whatever the keepalive's timeout
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),  # else a connection that was idle for two pings is never asked again
+        (
+            "grpc.http2.max_pings_without_data",
+            0,
+        ),  # a connection that was idle for two pings is otherwise never asked again
         ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),
     ]
 
@@ -251,7 +261,8 @@ async def _keep_house(calls: Calls) -> None:
 
 
 def _listen_on_socket(server: grpc.aio.Server, path: Path) -> None:
-    """Only the server's own user can open the socket. A stale one is replaced, one in use is not. Raises ConfigError."""
+    """Listens on a socket that only the server's own user can open. It replaces a stale one. Raises ConfigError for one
+    in use."""
     what = f"server.unix_socket: cannot listen on {path}"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -262,7 +273,7 @@ def _listen_on_socket(server: grpc.aio.Server, path: Path) -> None:
         raise ConfigError(f"{what}: {error.strerror or error}") from None
     else:
         raise ConfigError(f"{what}: another server is listening there")
-    mask = os.umask(0o177)  # before the socket exists, so that there is no moment in which others could connect
+    mask = os.umask(0o177)  # before the socket exists, so that others can connect at no moment
     try:
         server.add_insecure_port(f"unix:{path}")
     except RuntimeError as error:
@@ -276,11 +287,11 @@ def _address(host: str, port: int) -> str:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Bind once by ourselves: the system's reason is clearer than gRPC's, which goes to stderr."""
+    """Binds once without gRPC: the system's reason is clearer than gRPC's, which goes to stderr."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # gRPC does this too: TIME_WAIT is no obstacle
             probe.bind(address)
     except OSError as error:
         text = f"server.host, server.port: cannot listen on {_address(host, port)}: {error.strerror or error}"

@@ -1,7 +1,9 @@
-"""One ForwardStream: reads requests in frames, runs several at once, writes replies in frames as they come.
+"""This module serves one ForwardStream: it reads requests in frames, runs several at once, and writes replies as they
+come.
 
-Bounded in every direction: at most one request is being assembled, `max_in_flight_per_stream` calls run (then nothing more
-is read from this client), their bytes count against the server's memory limit, and every wait ends at the call's deadline.
+It is bounded in every direction. It assembles at most one request. It runs `max_in_flight_per_stream` calls, and then
+reads nothing more from this client. Their bytes count against the server's memory limit, and every wait ends at the
+call's deadline.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from .calls import Calls
 log = logging.getLogger("epserve.server")
 
 FAILURE_WRITE_S = 5.0
-"""How long past its deadline a call's failure may take to reach a client that is slow to read."""
+"""A call's failure may take this long past its deadline to reach a client that is slow to read."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """A request whose header passed. `held`: its slot and bytes, given back when it ends."""
+    """A call is a request whose header passed. `held`: its slot and bytes, which it gives back at its end."""
 
     number: int
     checked: codec.CheckedRequest
@@ -39,7 +41,7 @@ class _Call:
     held: ExitStack
     timer: asyncio.TimerHandle | None = None
     replying: bool = False
-    """From here on a cancel comes too late: a frame may be half written."""
+    """A cancel comes too late once this is set: a frame may be half written."""
 
     def release(self) -> None:
         if self.timer is not None:
@@ -58,12 +60,12 @@ class StreamSession:
         self._failing: set[asyncio.Task[None]] = set()
         self._assembling: _Call | None = None
         self._ended = -1
-        """The call whose remaining parts are to be dropped: it was refused, cancelled or too slow while they came."""
+        """The call whose remaining parts are dropped: it was refused, cancelled or too slow while they came."""
 
     async def run(self) -> None:
-        """Until the client half-closes or the server drains, and every accepted call has its reply."""
-        # NOTE: now, and not with the first write: an abort while that is under way would want to send it too, which fails,
-        # and the client would wait for a status that never comes.
+        """Serves until the client half-closes or the server drains, and every accepted call has its reply."""
+        # NOTE: the metadata goes out now, and not with the first write. An abort during that write would send it too,
+        # which fails, and the client would wait for a status that never comes.
         await self._context.send_initial_metadata(())
         reader = asyncio.create_task(self._read())
         draining = asyncio.create_task(self._calls.draining.wait())
@@ -117,7 +119,7 @@ class StreamSession:
                 f"call: {number} is already in use on this stream; number calls uniquely", field="call"
             )
         self._drop_assembling(InvalidRequest("the next request began before all parts of this one came"))
-        await self._slots.acquire()  # backpressure: nothing more is read until one of the running calls ends
+        await self._slots.acquire()  # backpressure: the stream reads nothing more until a running call ends
         held = ExitStack()
         held.callback(self._slots.release)
         request_id = ""
@@ -210,7 +212,7 @@ class StreamSession:
             self._break(DeadlineExceeded(f"request {checked.request_id}: the reply was not read before its deadline"))
 
     def _fail(self, number: int, error: Exception, request_id: str = "") -> None:
-        """Reply to a call that was never started."""
+        """Replies to a call that never started."""
         failure = status.failure_of(error, request_id)
         self._calls.observer.error(failure.code)
         task = asyncio.create_task(self._write(pb.ReplyFrame(call=number, failure=failure)))
@@ -218,10 +220,12 @@ class StreamSession:
         task.add_done_callback(self._failing.discard)
 
     async def _write(self, frame: pb.ReplyFrame) -> None:
-        async with self._writing:  # one frame at a time; waiters are served in turn, so small replies pass large ones
+        async with self._writing:  # one frame at a time: waiters are served in turn, so small replies pass large ones
             try:
                 await self._context.write(frame)
-            except grpc.aio.InternalError:  # the client has cancelled the stream, or has gone: no failure of ours
+            except (
+                grpc.aio.InternalError
+            ):  # the client has cancelled the stream, or has gone: the server has not failed
                 if self._broken.cancel():
                     log.info("status=CANCELLED %s ended its stream before it had read all replies", self._caller.name)
                 raise asyncio.CancelledError from None

@@ -3,8 +3,7 @@
     with Client("127.0.0.1:50051") as client:
         y = client.forward(layer=3, hidden=x)                                  # the layer's gate chooses experts
         y = client.forward(3, x, topk_ids=ids, topk_weights=weights, timeout=2.0)
-        with client.register_region(64 << 20) as region:                       # a server on this host: no bytes are
-            sent
+        with client.register_region(64 << 20) as region:                       # a server on this host: no bytes are sent
             y = client.forward(3, x, region=region)
 
 Tensors are torch or numpy. The result has the same kind and dtype as `hidden`. Errors are those of `epserve.errors`. A

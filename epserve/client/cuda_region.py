@@ -46,7 +46,7 @@ class GpuMemory:
         self.device = torch.device("cuda", index)
         try:
             with torch.cuda.device(self.device):
-                torch.zeros(1, device=self.device)
+                torch.zeros(1, device=self.device)  # makes the context
                 self._address = cuda_memory.allocate(size)
                 self.free = weakref.finalize(self, _free, self._address, index)
                 self.free.atexit = False

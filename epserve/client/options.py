@@ -59,9 +59,7 @@ class Tls:
         for path in (self.cert, self.key):
             _read(path)
         try:
-            probe.load_cert_chain(
-                self.cert, self.key, password=""
-            )  # a key with a password gives an error, not a prompt
+            probe.load_cert_chain(self.cert, self.key, password="")  # a password is an error, not a prompt
         except ssl.SSLError as error:
             raise ConfigError(
                 f"tls.cert, tls.key: {self.cert} and {self.key} are no PEM pair without a password: {error}"

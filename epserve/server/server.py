@@ -242,10 +242,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.ping_timeout_ms", 20_000),  # gRPC otherwise waits longer, whatever the keepalive's timeout
         ("grpc.keepalive_permit_without_calls", 1),
-        (
-            "grpc.http2.max_pings_without_data",
-            0,
-        ),  # a connection that was idle for two pings is otherwise never asked again
+        ("grpc.http2.max_pings_without_data", 0),  # else a connection idle for two pings is never asked again
         ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),
     ]
 

@@ -223,9 +223,7 @@ class StreamSession:
         async with self._writing:  # one frame at a time: waiters are served in turn, so small replies pass large ones
             try:
                 await self._context.write(frame)
-            except (
-                grpc.aio.InternalError
-            ):  # the client has cancelled the stream, or has gone: the server has not failed
+            except grpc.aio.InternalError:  # the client has cancelled the stream, or has gone
                 if self._broken.cancel():
                     log.info("status=CANCELLED %s ended its stream before it had read all replies", self._caller.name)
                 raise asyncio.CancelledError from None

@@ -314,7 +314,7 @@ class Config(_Section):
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """Reads a YAML file. `overrides` maps dotted keys ("server.port") to values. Raises ConfigError with one message."""
-    return parse_config(_overridden(read_mapping(Path(path), "configuration file"), overrides), str(path))
+    return parse_config(with_overrides(read_mapping(Path(path), "configuration file"), overrides), str(path))
 
 
 def load_front_end(
@@ -325,7 +325,7 @@ def load_front_end(
     It reads a file as `load_config` does. The service's own file will do, since the sections engine, cluster and model are
     ignored. The keys front_ends, join_port and join_secret_file of that file are reset to their defaults.
     """
-    data = _overridden(read_mapping(Path(path), "configuration file") if path is not None else {}, overrides)
+    data = with_overrides(read_mapping(Path(path), "configuration file") if path is not None else {}, overrides)
     sections = {name: data[name] for name in data if name not in ("engine", "cluster", "model")}
     config = parse_config({**sections, "model": {"path": "."}}, str(path or "command line"))
     own = {"front_ends": 1, "join_port": None, "join_secret_file": None}
@@ -365,7 +365,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     return data
 
 
-def _overridden(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
+def with_overrides(data: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
     """Returns `data` with the overrides set. Raises ConfigError for a key below a value that is not a section."""
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from epserve.config import Config, load_config, parse_config
+from epserve.config import Config, load_config, parse_config, with_overrides
 from epserve.errors import ConfigError
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -40,13 +40,7 @@ def _defaults(model: Path, overrides: dict[str, Any] | None) -> Config:
             " or a configuration file"
         )
     data: dict[str, Any] = {"model": {"path": str(model)}, "engine": {"ranks": _num_gpus() or 1}}
-    for dotted, value in (overrides or {}).items():
-        *sections, key = dotted.split(".")
-        place = data
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    return parse_config(data, f"defaults for {model}")
+    return parse_config(with_overrides(data, overrides), f"defaults for {model}")
 
 
 def _from_cache(name: str) -> Path:

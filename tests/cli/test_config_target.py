@@ -122,3 +122,8 @@ def test_the_command_prints_what_a_model_would_be_served_with(model):
     printed = yaml.safe_load(done.stdout)
     assert printed.keys() == {"model", "engine", "cluster", "scheduler", "server"}
     assert printed["model"]["path"] == str(model)
+
+
+def test_an_override_below_a_value_is_told_for_a_model_as_for_a_file(model):
+    with pytest.raises(ConfigError, match=r"model\.path\.x: path is .*, which is no section"):
+        config_target.load_target(str(model), {"model.path.x": 1})

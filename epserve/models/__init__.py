@@ -1,4 +1,4 @@
-"""Checkpoints on disk -> one rank's weights."""
+"""Turns checkpoints on disk into one rank's weights."""
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .families import FAMILIES

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint folder -> one rank's weights of one MoE layer, in the layout that every experts class knows.
+"""Turns a Hugging Face checkpoint folder into one rank's weights of one MoE layer, in the layout that every experts class knows.
 
 `open_checkpoint` reads config.json and the headers of the safetensors files and checks every name and shape beneath the
-served layers; `load_layer` then reads only the bytes of the experts that it is asked for.
+served layers. `load_layer` then reads only the bytes of the requested experts.
 
 Legend: K hidden size, N intermediate size, S intermediate size of the shared experts, E logical experts, e experts loaded.
 """
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """Made by `open_checkpoint`. Holds headers only, no data and no open file."""
+    """Reads one model's experts, by a table of `FAMILIES`. Holds headers only, no data and no open file.
+
+    `open_checkpoint` makes it.
+    """
 
     def __init__(
         self, info: ModelInfo, family: Family, tensors: Mapping[str, StoredTensor], blocks: Mapping[int, Block]
@@ -43,14 +46,16 @@ class Checkpoint:
         self._served = {layer: kind.quant for kind in info.kinds for layer in kind.layers}
 
     def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
-        """The scheme in which `load_layer` gives each layer's experts: the one they can stay packed in, or UNQUANTIZED."""
+        """Sets the scheme in which `load_layer` returns each layer's experts: the one that keeps them packed, or UNQUANTIZED."""
         self._served.update(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
-        """The weights of `layer` for a rank that holds the logical `experts`, in this order (none is allowed).
+        """Returns the weights of `layer` for a rank that holds the logical `experts`, in this order. `experts` may be empty.
 
-        Peak memory on the host is what is kept plus one expert's largest tensor.
-        Raises CheckpointError for an unknown layer or expert, a file that was cut, and values that are not finite.
+        Peak memory on the host is the size of the result plus one expert's largest tensor.
+
+        Raises:
+            CheckpointError: the layer or an expert is unknown, a file was cut, or a value is not finite.
         """
         info, device = self.info, torch.device(device)
         check_wanted(info, layer, experts)
@@ -97,7 +102,7 @@ class Checkpoint:
         return target
 
     def _dense_into(self, reader: StoredReader, block: Block, name: str, target: torch.Tensor) -> None:
-        """Dense weights stay in the model's dtype: quantised ones are multiplied out here, once."""
+        """Fills `target` with a dense weight in the model's dtype. A quantised weight is multiplied out here, once."""
         stored = self._tensors[block.prefix + name]
         if not stored.quantised:
             stored.check()
@@ -111,11 +116,17 @@ class Checkpoint:
 def open_checkpoint(
     path: Path | str, dtype: str = "auto", layers: Sequence[int] = ()
 ) -> Checkpoint | GenericCheckpoint:
-    """Read config.json and all headers, and check every tensor beneath the MoE layers.
+    """Reads config.json and all headers, and checks every tensor beneath the MoE layers. Accepts GGUF files as well.
 
-    GGUF files and folders of them, too. A model_type that is not in FAMILIES is looked up in transformers, where it is there.
-    dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16". layers: serve only these; empty: all.
-    Raises CheckpointError that names the key, tensor or file, and for shapes both of them.
+    A model_type that is not in FAMILIES is looked up in transformers, when that is installed.
+
+    Args:
+        path: the checkpoint's folder, a GGUF file, or a folder with GGUF files.
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        layers: the layers to serve. Empty means all MoE layers.
+
+    Raises:
+        CheckpointError: the message names the key, tensor or file, and both shapes when shapes differ.
     """
     path = Path(path)
     if pieces := gguf_files.files_of(path):
@@ -144,7 +155,7 @@ def _opened(
     dtype: str,
     layers: Sequence[int],
 ) -> Checkpoint:
-    """By a table of ours."""
+    """Opens a checkpoint whose family has a table in FAMILIES."""
     moe_layers = reader.layers(family)
     unknown = sorted(set(layers) - set(moe_layers))
     if unknown or not moe_layers:

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make up an experts parameter, and the operations between: transformers' own mapping.
+"""Applies transformers' own conversion mapping: which tensors make up an experts parameter, and by which operations.
 
-transformers renames, merges, concatenates and transposes what it reads, by rules that it keeps for each model type. Here
-the same rules are run for the experts of one rank only: where they work expert by expert, the other experts' bytes are
-never read.
+transformers renames, merges, concatenates and transposes a checkpoint's tensors by rules that it keeps for each model type.
+This module runs the same rules for the experts of one rank only. When the rules work expert by expert, the bytes of the
+other experts are never read.
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ SHOWN = 3  # names in one error message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One parameter of the model, or several that one converter makes together.
+    """Describes how one parameter of the model is made, or several parameters that one converter makes together.
 
-    sources: pattern -> names of tensors, in the order of their numbers. converter: None where only names differ.
-    by_expert: sources of one tensor hold the experts along their first dimension, the others one tensor an expert, and no
-    operation mixes experts.
+    Args:
+        sources: pattern -> names of tensors, in the order of their numbers.
+        converter: the operations. None when only names differ.
+        by_expert: no operation mixes experts. A source with one tensor holds the experts along its first dimension,
+            any other source has one tensor an expert.
     """
 
     target: str
     converter: Any
     keys: tuple[str, ...]
-    """Every parameter that comes out."""
+    """Every parameter that the recipe makes."""
     sources: Mapping[str, tuple[str, ...]]
     by_expert: bool = False
 
 
 def find_recipes(model: Any, tensors: Mapping[str, StoredTensor], wanted: Mapping[str, int]) -> dict[str, Recipe]:
-    """wanted: name of a parameter in `model` (on the meta device) -> its number of experts, 0 where all share it.
+    """Finds the recipe of each wanted parameter.
 
-    Raises CheckpointError for parameters that nothing in the checkpoint leads to, and for missing or surplus experts.
+    Args:
+        wanted: name of a parameter in `model` (on the meta device) -> its number of experts, 0 when all experts share it.
+
+    Raises:
+        CheckpointError: no tensor of the checkpoint leads to a parameter, or experts are missing or surplus.
     """
     found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name, target, pattern, converter in destinations(model, tensors):
@@ -68,10 +74,9 @@ def find_recipes(model: Any, tensors: Mapping[str, StoredTensor], wanted: Mappin
 
 
 def destinations(model: Any, names: Iterable[str], rules: Any = None) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Where each tensor of a checkpoint goes in `model`: its name, the first parameter's, and the pattern and the converter that
-    lead there (None where only names differ).
+    """Yields for each tensor of a checkpoint its name, its first target parameter in `model`, the pattern and the converter.
 
-    rules: a conversion mapping, default: the one of the model.
+    Pattern and converter are None when only names differ. rules: a conversion mapping, by default the model's own.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -96,7 +101,10 @@ def read(
     reader: StoredReader,
     model: Any,
 ) -> torch.Tensor:
-    """Parameter `key` for these experts in this order: `(e, ...)`, as the model declares it otherwise. None: all of it."""
+    """Returns parameter `key` for these experts in this order: `(e, ...)`, with the other dimensions that the model declares.
+
+    experts: None returns all of them.
+    """
     shape = model.get_parameter(key).shape
     experts = range(shape[0]) if experts is None else experts
     if not experts:
@@ -126,7 +134,7 @@ def read(
 
 
 class _StandIn:
-    """The model as operations see it: they ask for the shape of a parameter, which here has fewer experts."""
+    """Stands for the model when operations run: a parameter's shape has only the experts that are read."""
 
     def __init__(self, model: Any, num_experts: int):
         self._model, self._num_experts = model, num_experts
@@ -145,7 +153,7 @@ def _targets(target: str, converter: Any) -> tuple[str, ...]:
 
 
 def _checked(recipe: Recipe, tensors: Mapping[str, StoredTensor], num_experts: int) -> Recipe:
-    """The recipe with `by_expert` decided. Where there is a tensor for each expert, none may be missing or surplus."""
+    """Returns the recipe with `by_expert` decided. Raises CheckpointError when an expert's tensor is missing or surplus."""
     if len(recipe.keys) > 1 or not all(_keeps_experts(step) for step in getattr(recipe.converter, "operations", ())):
         return recipe
     for pattern, names in recipe.sources.items():
@@ -163,7 +171,7 @@ def _checked(recipe: Recipe, tensors: Mapping[str, StoredTensor], num_experts: i
 
 
 def _keeps_experts(step: Any) -> bool:
-    """Whether an operation works expert by expert, on tensors whose first dimension is the expert."""
+    """Returns whether an operation works expert by expert, on tensors whose first dimension is the expert."""
     match type(step).__name__:
         case "MergeModulelist":
             return step.dim == 0
@@ -182,9 +190,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 def plain_sources(recipe: Recipe, *, transposed: bool) -> tuple[tuple[tuple[str, ...], ...], bool] | None:
-    """The tensors that are written one below the other to make the parameter, and whether they are (in, out).
+    """Returns the tensors that make the parameter when written one below the other, and whether they are (in, out).
 
-    transposed: the parameter is. None: operations do more than stack, join and turn matrices.
+    transposed: the parameter is (in, out). Returns None when operations do more than stack, join and turn matrices.
     """
     if not recipe.by_expert:
         return None

@@ -1,6 +1,6 @@
-"""Tiny random checkpoints in the real format, and transformers' own MoE block as the reference. Needs transformers.
+"""Writes tiny random checkpoints in the real format, and offers transformers' own MoE block as the reference.
 
-Used by `epserve demo` and by the tests.
+`epserve demo` and the tests use it. It needs transformers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ def write_demo_checkpoint(
     max_shard_size: str = "5GB",
     **config: Any,
 ) -> None:
-    """Write a random model of `family` with transformers' save_pretrained.
+    """Writes a random model of `family` with transformers' save_pretrained.
 
-    fused: experts as 3-D tensors rather than in the family's published form. config: further keys of config.json.
     Every MoE weight is scaled so that a block keeps about the size of its input and differs clearly from expert to expert.
+
+    Args:
+        fused: stores experts as 3-D tensors rather than in the family's published form.
+        config: further keys of config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,7 +64,7 @@ def write_demo_checkpoint(
 
 
 def reference_module(path: Path | str, layer: int) -> torch.nn.Module:
-    """transformers' own MoE block of `layer`, loaded from the checkpoint, with its plain loop over experts."""
+    """Returns transformers' own MoE block of `layer`, loaded from the checkpoint, with its plain loop over experts."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", experts_implementation="eager")
@@ -69,7 +72,7 @@ def reference_module(path: Path | str, layer: int) -> torch.nn.Module:
 
 
 def reference_block(path: Path | str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`(M, K)` -> `(M, K)`: what transformers computes for the MoE block of `layer`, shared experts included."""
+    """Returns the function `(M, K)` -> `(M, K)` that transformers computes for the MoE block of `layer`, with shared experts."""
     block = reference_module(path, layer)
 
     @torch.no_grad()
@@ -81,7 +84,7 @@ def reference_block(path: Path | str, layer: int) -> Callable[[torch.Tensor], to
 
 
 def _random(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Normal values; matrices by 1/sqrt(columns), and per expert by a factor of 1/2 .. 2."""
+    """Returns normal values. Matrices are scaled by 1/sqrt(columns), and each expert by a factor of 1/2 .. 2."""
     values = torch.randn(tensor.shape, generator=generator)
     if tensor.ndim >= 2:
         values /= tensor.shape[-1] ** 0.5

@@ -1,7 +1,7 @@
-"""The experts modules of a transformers model: which there are, their sizes, and what their non-linearity computes.
+"""Finds the experts modules of a transformers model, with their sizes and the function of their non-linearity.
 
-A class marked with transformers' `use_experts_implementation` declares how its weights lie. What it computes between its
-two matrix products is code, not data: `recognise` finds the `Activation` that computes the same, by trying it.
+A class marked with transformers' `use_experts_implementation` declares how its weights lie. The function between its
+two matrix products is code, not data. `recognise` finds the `Activation` that computes the same, by trying it.
 
 Legend: E experts, K hidden size, N intermediate size.
 """
@@ -33,12 +33,12 @@ TOP_K_NAMES = (
     "top_k",
 )
 PROBE_ROWS, PROBE_SCALE = 64, 12.0  # wide enough to reach the clamps of published models (7 and 10) and soft caps (25)
-TOLERANCE = 2e-5  # relative; GELU and its tanh form differ by 1e-3
+TOLERANCE = 2e-5  # relative. GELU and its tanh form differ by 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """Sizes and numerics that all layers of one service share. `interleaved`: rows alternate gate, up, gate, ..."""
+    """Holds the sizes and numerics that all layers of one service share. `interleaved`: rows alternate gate, up, gate, ..."""
 
     num_experts: int
     hidden: int
@@ -48,10 +48,10 @@ class ExpertsShape:
     transposed: bool
     bias: bool
     norm_offset: float | None = None
-    """Outputs are multiplied by (norm_offset + post_expert_norm.weight), then normalised. None: they are not."""
+    """Outputs are multiplied by (norm_offset + post_expert_norm.weight), then normalised. None: the model has no such norm."""
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes as the module declares them."""
+        """Returns the parameters' names and shapes as the module declares them."""
         E, K, N = self.num_experts, self.hidden, self.intermediate
         first, wide = ("gate_up_proj", 2 * N) if self.activation.gated else ("up_proj", N)
         shapes: dict[str, tuple[int, ...]] = {
@@ -65,7 +65,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer:
-    """`layer`: the number by which the service knows it. `name`: of the module within the model."""
+    """Names one experts module. `layer`: its number in the service. `name`: the module's name within the model."""
 
     layer: int
     name: str
@@ -78,10 +78,10 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_layers(model: nn.Module) -> tuple[ExpertsLayer, ...]:
-    """The experts modules that one service can hold: of equal shape, and of these the ones with the most weights.
+    """Returns the experts modules that one service can hold: of all sets of equal shape, the set with the most weights.
 
-    Models may have others beside them (the vision experts of Ernie 4.5 VL, the talker of Qwen3-Omni); those stay where the
-    rest of the model is. Raises CheckpointError where there are none, or where no kernel computes what they do.
+    Models may have other experts beside them (the vision experts of Ernie 4.5 VL, the talker of Qwen3-Omni). Those stay with
+    the rest of the model. Raises CheckpointError when the model has no experts modules, or no kernel computes their function.
     """
     found = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     if not found:
@@ -101,14 +101,14 @@ def find_layers(model: nn.Module) -> tuple[ExpertsLayer, ...]:
 
 
 def number_layers(names: list[str]) -> list[int]:
-    """`model.layers.3.mlp.experts` -> 3: the first number in each name, or the position where those are not unique."""
+    """Returns the first number in each name (`model.layers.3.mlp.experts` -> 3), or positions when those are not unique."""
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", name) for name in names]
     found = [int(match[1]) for match in numbers if match]
     return found if len(set(found)) == len(names) else list(range(len(names)))
 
 
 def top_k(config: Any, model: nn.Module, layer: ExpertsLayer) -> int:
-    """How many experts a token visits, from the router beside the experts or from the configuration."""
+    """Returns how many experts a token visits, from the router beside the experts or from the configuration."""
     beside = model.get_submodule(layer.name.rpartition(".")[0])
     routers = [module for module in beside.modules() if module is not layer.module]
     for holder in (*(vars(module) for module in routers), vars(layer.module.config), vars(config)):
@@ -120,9 +120,9 @@ def top_k(config: Any, model: nn.Module, layer: ExpertsLayer) -> int:
 
 
 def recognise(module: nn.Module, known: Iterable[tuple[Activation, bool]] = ()) -> tuple[Activation, bool] | None:
-    """The Activation that computes what the module does between its products, and whether gate and up are interleaved.
+    """Returns the Activation that equals the module's function between its products, and whether gate and up are interleaved.
 
-    known: answers of earlier layers, tried first. None: nothing fits.
+    known: answers of earlier layers, tried first. Returns None when no Activation fits.
     """
     probe = torch.randn((PROBE_ROWS, 32), generator=torch.Generator().manual_seed(0)) * PROBE_SCALE
     with torch.no_grad(), torch.device("cpu"):
@@ -137,7 +137,7 @@ def recognise(module: nn.Module, known: Iterable[tuple[Activation, bool]] = ()) 
 
 
 def recognise_norm(norm: nn.Module) -> tuple[float, float] | None:
-    """The eps and the offset of a norm that multiplies by (offset + weight) and divides by the root mean square, or None."""
+    """Returns eps and offset of a norm that multiplies by (offset + weight) and divides by the root mean square, or None."""
     eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0))
     with torch.no_grad(), torch.device("cpu"):
         filled = copy.deepcopy(norm).to_empty(device="cpu").float()
@@ -154,7 +154,7 @@ def recognise_norm(norm: nn.Module) -> tuple[float, float] | None:
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[Activation, bool]]:
-    """Every kind, with every number that the module holds as clamp or as slope."""
+    """Yields every kind of Activation, with every number that the module holds as clamp or as slope."""
     gated = bool(module.has_gate)
     held = [value for part in module.modules() for value in vars(part).values() if type(value) in (int, float)]
     numbers = list(dict.fromkeys(float(value) for value in held if value > 0))

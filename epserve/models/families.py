@@ -1,6 +1,6 @@
-"""Model families as data: where the MoE layers' tensors lie and how config.json maps to sizes, gate and activation.
+"""Describes model families as data: the places of the MoE layers' tensors, and config.json's sizes, gate and activation.
 
-A new family is one `Family` record here. Tensor names are relative to the MoE block; `{e}` is the logical expert.
+A new family is one `Family` record here. Tensor names are relative to the MoE block. `{e}` is the logical expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of config.json, or the first one present of several ("num_experts|num_local_experts"), with a default."""
+    """Names a key of config.json with a default. Of several names ("num_experts|num_local_experts") the first present counts."""
 
     names: str
     default: Any = REQUIRED
@@ -22,11 +22,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """One way in which routed experts lie on disk.
+    """Describes one way in which routed experts lie on disk.
 
-    tensors: role -> name. Roles: gate, up, or both in one (gate_up); down; and each with "_bias" or "_scale". A name with
-    `{e}` is one tensor an expert; without, the experts are stacked along the first dimension.
-    transposed: matrices are (in, out) rather than (out, in). interleaved: the rows of gate_up alternate gate, up, gate, ...
+    Args:
+        tensors: role -> name. Roles are gate, up, gate_up (both in one) and down, and each with "_bias" or "_scale". A name
+            with `{e}` is one tensor an expert. Without `{e}`, the experts are stacked along the first dimension.
+        transposed: matrices are (in, out) rather than (out, in).
+        interleaved: the rows of gate_up alternate gate, up, gate, ...
     """
 
     tensors: Mapping[str, str]
@@ -36,19 +38,22 @@ class ExpertForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedForm:
-    """The dense experts that every token visits. `intermediate`: the product of these keys; 0 or null: there are none."""
+    """Describes the dense experts that every token visits.
+
+    `intermediate`: the product of these keys. The value 0 or null means that the model has no shared experts.
+    """
 
     intermediate: tuple[Key, ...]
     gate: str
     up: str
     down: str
     sigmoid_gate: str = ""
-    """A (1, K) tensor: the output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
+    """Names a (1, K) tensor: the output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRule:
-    """Layer i is an MoE layer if i >= first, i is not in `dense`, and (i + 1) divides by `step`."""
+    """Tells the MoE layers: layer i is one if i >= first, i is not in `dense`, and (i + 1) is divisible by `step`."""
 
     first: Key | int = 0
     step: Key | int = 1
@@ -57,24 +62,24 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`name`: the model_type of config.json. Values of `gate` and `activation` are constants or Keys."""
+    """Describes one family. `name`: the model_type of config.json. Values of `gate` and `activation` are constants or Keys."""
 
     name: str
     blocks: tuple[str, ...] = ("model.layers.{layer}.mlp.",)
-    """Prefixes of the MoE block; the one that fits the checkpoint is taken."""
+    """Prefixes of the MoE block. The one that fits the checkpoint is taken."""
     intermediate: Key
     num_experts: Key
     layers: LayerRule = LayerRule()
     gate: Mapping[str, Any]
-    """Fields of GateSpec beside top_k."""
+    """Values of the fields of GateSpec, without top_k."""
     gate_only: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json about the gate that have one value here. With another one the service does not gate."""
+    """Keys of config.json about the gate, each with the only value that the service computes. With another it does not gate."""
     gate_tensors: Mapping[str, str] = field(default_factory=lambda: {"weight": "gate.weight"})
-    """weight, and where the family has them bias and correction_bias."""
+    """Names of weight, and of bias and correction_bias if the family has them."""
     forms: tuple[ExpertForm, ...]
     shared: SharedForm | None = None
     activation: Mapping[str, Any] = field(default_factory=lambda: {"kind": Key("hidden_act", "silu")})
-    """Fields of Activation; `kind` in the words of transformers."""
+    """Values of the fields of Activation, with `kind` in the words of transformers."""
 
 
 MODULES = ExpertForm(

@@ -1,8 +1,8 @@
-"""Any transformers family that has an experts module, without a table of ours: names, layout and operations are its own.
+"""Opens any transformers family that has an experts module, without a table of ours: names, layout and operations are its own.
 
-The model is built from config.json on the meta device, which costs no memory; its experts modules say what lies where,
-and transformers' conversion mapping says which tensors of the checkpoint that is. The gate stays with the client: families
-differ in what they do before it, and transformers does it there already.
+The model is built from config.json on the meta device, which costs no memory. Its experts modules give the layout, and
+transformers' conversion mapping gives the tensors of the checkpoint. The gate stays with the client: families differ in the
+computation before the gate, and transformers does it there already.
 
 Legend: E logical experts, K hidden size, N intermediate size, e experts loaded.
 """
@@ -37,7 +37,7 @@ COUNTS = (
     (re.compile(r"^(n|num)_(.*_)?experts?$|^moe_num_experts$"), MAX_EXPERTS),
     (re.compile(r"^(.*_)?(hidden|intermediate)_size$"), MAX_SIZE),
 )
-"""Keys of config.json that say how much transformers builds, in the words of its families, and the most that is built."""
+"""Patterns of the keys of config.json that say how much transformers builds, each with the largest value that is built."""
 NORM = "post_expert_norm.weight"
 AUTO_MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",  # first: the next one may have the text alone
@@ -45,11 +45,11 @@ AUTO_MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
 )
-"""Of transformers' Auto classes, the first that knows a configuration says which class its checkpoints are of."""
+"""Mappings of transformers' Auto classes. The first one with the configuration names the class of its checkpoints."""
 
 
 class GenericCheckpoint:
-    """Made by `open_generic`. As `Checkpoint`, for models whose clients choose the experts."""
+    """Reads one model's experts like `Checkpoint`, for models whose clients choose the experts. `open_generic` makes it."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class GenericCheckpoint:
         recipes: Mapping[str, conversion.Recipe],
         experts: Mapping[int, StoredExperts],
     ):
-        """experts: of the layers whose matrices lie in the checkpoint as they are; transformers' operations make the others."""
+        """experts: the layers whose matrices lie in the checkpoint as they are. transformers' operations make the others."""
         self.info = info
         self._tensors, self._model, self._layers, self._recipes = tensors, model, layers, recipes
         self._experts = experts
         self._served = {layer: kind.quant for kind in info.kinds for layer in kind.layers}
 
     def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
-        """As `Checkpoint.serve_as`."""
+        """Does the same as `Checkpoint.serve_as`."""
         self._served.update(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
-        """The weights of `layer` for a rank that holds the logical `experts`, in this order (none is allowed).
+        """Returns the weights of `layer` for a rank that holds the logical `experts`, in this order. `experts` may be empty.
 
-        Reads these experts' bytes only, unless the checkpoint mixes experts in one tensor in a way of its own: peak memory on
-        the host is then twice what is kept of one layer. Raises CheckpointError.
+        Only these experts' bytes are read, unless an operation of the family mixes experts in one tensor: peak memory on the
+        host is then twice the size of the result. Raises CheckpointError.
         """
         info, device = self.info, torch.device(device)
         check_wanted(info, layer, experts)
@@ -92,7 +92,7 @@ class GenericCheckpoint:
     def _converted(
         self, layer: int, experts: Sequence[int], reader: StoredReader, device: torch.device
     ) -> ExpertWeights:
-        """By transformers' own operations, in floats."""
+        """Returns the experts' weights made by transformers' own operations, in floats."""
         found, info = self._layers[layer], self.info
         shape, first = found.shape, "gate_up_proj" if info.activation.gated else "up_proj"
         parts = {name: self._read(reader, f"{found.name}.{name}", experts) for name in shape.parameters()}
@@ -106,7 +106,7 @@ class GenericCheckpoint:
             b13 = None if b13 is None else _gate_then_up(b13)
         if (
             norm is not None and shape.norm_offset is not None
-        ):  # the scale of the outputs goes into the weights, what stays is the norm itself
+        ):  # the scale of the outputs goes into the weights, and the norm itself stays
             scale_K = norm + shape.norm_offset
             w2, b2 = w2 * scale_K[:, None], None if b2 is None else b2 * scale_K
 
@@ -122,7 +122,7 @@ class GenericCheckpoint:
         )
 
     def weight_names(self) -> tuple[str, ...]:
-        """The checkpoint's tensors of the experts' matrices, without biases."""
+        """Returns the names of the checkpoint's tensors that hold the experts' matrices, without biases."""
         recipes = [recipe for key, recipe in self._recipes.items() if not key.endswith(("_bias", NORM))]
         return tuple(dict.fromkeys(name for recipe in recipes for names in recipe.sources.values() for name in names))
 
@@ -136,7 +136,7 @@ class GenericCheckpoint:
 
 
 def knows(model_type: Any) -> bool:
-    """Whether transformers is installed and has this model_type."""
+    """Returns whether transformers is installed and has this model_type."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
@@ -145,10 +145,11 @@ def knows(model_type: Any) -> bool:
 
 
 def open_generic(path: Path, config: dict, dtype: str = "auto", layers: Sequence[int] = ()) -> GenericCheckpoint:
-    """As `open_checkpoint`, for a model_type without a table of ours. `config`: the contents of config.json.
+    """Opens a checkpoint like `open_checkpoint`, for a model_type without a table of ours. config: the contents of config.json.
 
-    Raises CheckpointError: transformers is missing or does not know the model, it has no experts module, the experts are
-    quantised or compute what no kernel does, or a tensor is missing.
+    Raises:
+        CheckpointError: transformers is missing or does not know the model, the model has no experts module, the experts
+            are quantised, no kernel computes their function, or a tensor is missing.
     """
     check_sizes(config, str(path / "config.json"))
     said = declared.read(path, config)
@@ -206,7 +207,7 @@ def _as_stored(
     tensors: Mapping[str, StoredTensor],
     sizes: ExpertSizes,
 ) -> StoredExperts | None:
-    """The layer's matrices where they lie in the checkpoint as the model has them; None: they have to be made."""
+    """Returns the layer's matrices if they lie in the checkpoint as the model has them. None: operations must make them."""
     shape = layer.shape
     if shape.norm_offset is not None:
         return None
@@ -247,13 +248,13 @@ def _all_sources(
 
 
 def build_on_meta(path: Path) -> Any:
-    """The model of config.json without memory: every parameter on the meta device."""
+    """Builds the model of config.json without memory: every parameter is on the meta device."""
     import transformers
     from transformers.utils.generic import ContextManagers
 
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # a family's own code raises what it likes
+    except Exception as error:  # a family's own code may raise anything
         raise CheckpointError(f"{path}: transformers cannot read config.json: {_one_line(error)}") from None
     cls = _architecture(config)
     if cls is None:
@@ -270,7 +271,7 @@ def build_on_meta(path: Path) -> Any:
 
 
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
-    """Raises CheckpointError for numbers of layers and experts, and for sizes, that no model has: each would be built."""
+    """Raises CheckpointError for numbers of layers and experts, and for sizes, that no model has. Each would be built."""
     for key, value in _numbers(config):
         for words, most in COUNTS:
             if value > most and words.match(key):
@@ -281,7 +282,7 @@ def check_sizes(config: Mapping[str, Any], source: str) -> None:
 
 
 def _numbers(data: Any) -> Iterator[tuple[str, int]]:
-    """Every key whose value is an integer, of nested objects too."""
+    """Yields every key whose value is an integer, also in nested objects."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -294,7 +295,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _architecture(config: Any) -> Any:
-    """The class of the configuration's `architectures` where transformers has it, or the one that its Auto classes take.
+    """Returns the class of the configuration's `architectures` if transformers has it, otherwise the one of its Auto classes.
 
     Checkpoints on the hub name remote code, or spell a class in their own way. The Auto classes go by model_type.
     """
@@ -313,7 +314,7 @@ def _architecture(config: Any) -> Any:
 
 
 def _declared(model: Any) -> str:
-    """The dtype of what a quantised checkpoint leaves in floats."""
+    """Returns the dtype of the tensors that a quantised checkpoint leaves in floats."""
     declared = model.config.dtype or model.config.get_text_config().dtype or torch.bfloat16
     return str(declared).removeprefix("torch.")
 
@@ -321,7 +322,7 @@ def _declared(model: Any) -> str:
 def _dtype(
     path: Path, wanted: str, recipes: Mapping[str, conversion.Recipe], tensors: Mapping[str, StoredTensor]
 ) -> torch.dtype:
-    """`wanted`, or for "auto" the experts' own."""
+    """Returns `wanted`, or for "auto" the experts' own dtype."""
     if wanted != "auto":
         return MODEL_DTYPES[wanted]
     matrices = [recipe for key, recipe in recipes.items() if not key.endswith(NORM)]
@@ -334,5 +335,5 @@ def _dtype(
 
 
 def _gate_then_up(value: torch.Tensor) -> torch.Tensor:
-    """`(e, 2N, ...)` rows gate, up, gate, ... -> N rows of gate, then N of up."""
+    """Reorders the rows of `(e, 2N, ...)` from gate, up, gate, ... to N rows of gate, then N rows of up."""
     return torch.cat((value[:, 0::2], value[:, 1::2]), dim=1)

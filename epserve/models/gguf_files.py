@@ -1,7 +1,7 @@
-"""GGUF files: one, the pieces of one, or a folder with them, for the families whose experts they name as below.
+"""Opens GGUF files (one file, the pieces of one, or a folder with them) for the architectures in the table below.
 
 The package `gguf` reads headers and multiplies out. The metadata become the keys of a config.json, so that the same tables and
-checks serve; matrices are stacks `(E, out, in)` in blocks of bytes, one layout for each of GGML's types.
+checks serve. Matrices are stacks `(E, out, in)` in blocks of bytes, one layout for each of GGML's types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ GATE = {"weight": "ffn_gate_inp.weight"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """family: the table of ours that computes the same. constant: keys of its configuration that llama.cpp has as code."""
+    """Maps an architecture to a family. family: the table of ours that computes the same.
+
+    constant: keys of the family's configuration whose values llama.cpp has as code.
+    """
 
     family: str
     gate_tensors: Mapping[str, str] = field(default_factory=lambda: dict(GATE))
@@ -76,11 +79,11 @@ KEYS = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
 }
-"""Metadata, after the name of the architecture, and the keys of config.json that say the same."""
+"""Names of metadata, without the name of the architecture, and the keys of config.json with the same meaning."""
 
 
 class Blocks(Layout):
-    """One of GGML's types: rows are blocks of bytes with their own scales."""
+    """Describes one of GGML's types: rows are blocks of bytes with their own scales."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -106,7 +109,7 @@ def package() -> Any:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All pieces; empty: it is no GGUF. Raises CheckpointError for a folder with several models."""
+    """Returns all pieces, or nothing if it is no GGUF. Raises CheckpointError for a folder with several models."""
     if path.is_dir():
         found = [] if (path / "config.json").exists() else sorted(path.glob(f"*{SUFFIX}"))
         stems = {PIECE.sub("", each.stem) for each in found}
@@ -120,7 +123,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read(files: Sequence[Path]) -> tuple[dict[str, Any], Family, dict[str, TensorInfo], dict[str, StoredTensor]]:
-    """A configuration, the table, all tensors as they lie in files, and the matrices of MoE blocks. Raises CheckpointError."""
+    """Returns a configuration, the family, all tensors of the files, and the matrices of MoE blocks. Raises CheckpointError."""
     gguf = package()
     metadata: dict[str, Any] = {}
     found: dict[str, TensorInfo] = {}
@@ -139,14 +142,14 @@ def read(files: Sequence[Path]) -> tuple[dict[str, Any], Family, dict[str, Tenso
                     stored[info.name] = StoredTensor(name=info.name, shape=shape, layout=layout, parts={"weight": info})
         except CheckpointError:
             raise
-        except Exception as error:  # the package raises what it likes for a damaged file
+        except Exception as error:  # the package may raise anything for a damaged file
             raise CheckpointError(f"{file} is not a GGUF file: {type(error).__name__}: {error}") from None
     config, family = _config(files[0], metadata, stored)
     return config, family, found, stored
 
 
 def _info(file: Path, tensor: Any) -> tuple[TensorInfo, tuple[int, ...]]:
-    """The tensor in bytes (or floats), and its shape in numbers: GGUF names the innermost dimension first."""
+    """Returns the tensor in bytes (or floats), and its shape in numbers. GGUF names the innermost dimension first."""
     kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
     if tensor.name.endswith("ffn_gate_inp_shexp.weight"):
         shape = (1, *shape[-1:])

@@ -1,4 +1,4 @@
-"""config.json -> what a model's MoE layers are, by the rules of its family."""
+"""Reads a model's MoE layers from config.json, by the rules of its family."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ ACTIVATIONS = {
     "swigluoai": "swigluoai",
 }
 MAX_LAYERS = 1024
-"""The deepest known models have some hundred. Each layer costs time before its tensors are looked for."""
+"""The deepest known models have about a hundred layers. Each layer costs time before its tensors are looked for."""
 MAX_EXPERTS = 16_384
-"""Of one layer. The most that are known are 2,048."""
+"""The most experts of one layer. The largest known number is 2,048."""
 MAX_SIZE = 1 << 24
-"""Of a hidden or intermediate size: products of two of them and an item's size stay below 2^63."""
+"""The largest hidden or intermediate size. The product of two such sizes and an item's size stays below 2^63."""
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The MoE layers of one model. K = hidden, N = intermediate of a routed expert, E = num_experts (logical)."""
+    """Describes one model's MoE layers. K = hidden, N = intermediate of a routed expert, E = num_experts (logical)."""
 
     family: str
     name: str
@@ -47,7 +47,7 @@ class ModelInfo:
     num_experts: int
     top_k: int
     dtype: torch.dtype
-    """Of activations and unquantised weights."""
+    """The dtype of activations and unquantised weights."""
     layers: tuple[int, ...]
     """Indices of the MoE layers that are served."""
     activation: Activation
@@ -55,13 +55,13 @@ class ModelInfo:
     """The routed experts have biases."""
     gate: GateSpec
     shared_intermediate: int
-    """Of the dense shared experts; 0: none."""
+    """The intermediate size of the dense shared experts. 0: the model has none."""
     fingerprint: str
-    """Changes with the configuration and with any tensor's name, dtype or shape."""
+    """A hash that changes with the configuration and with any tensor's name, dtype or shape."""
     quant: QuantConfig
     """The scheme in which most layers can stay packed."""
     stored: tuple[StoredAs, ...] = ()
-    """All layers, by how they are stored; empty: all in `quant`."""
+    """All layers, grouped by the way they are stored. Empty: all are stored in `quant`."""
 
     @property
     def sizes(self) -> ExpertSizes:
@@ -79,7 +79,7 @@ class ModelInfo:
 
 
 class ConfigReader:
-    """config.json with errors that name the file, the key and what is allowed."""
+    """Reads config.json. Its errors name the file, the key and the allowed values."""
 
     def __init__(self, config: Mapping[str, Any], source: str):
         self.config, self.source = config, source
@@ -96,7 +96,7 @@ class ConfigReader:
         return FAMILIES[name]
 
     def value(self, value: Any) -> Any:
-        """A constant as it is; a Key looked up, where null counts as absent."""
+        """Returns a constant as it is, and looks a Key up. A null counts as absent."""
         if not isinstance(value, Key):
             return value
         for name in value.names.split("|"):
@@ -124,8 +124,8 @@ class ConfigReader:
         return tuple(layer for layer in every if layer >= first and layer not in skipped and (layer + 1) % step == 0)
 
     def gate(self, family: Family, num_experts: int) -> GateSpec:
-        """The gate of the configuration. One that `route` cannot compute becomes scoring "client" with the reason: clients
-        may gate themselves.
+        """Returns the gate of the configuration. A gate that `route` cannot compute becomes scoring "client" with the reason:
+        clients may gate themselves.
 
         Raises CheckpointError for a top-k above the number of experts, and for values of a wrong type.
         """
@@ -154,7 +154,7 @@ class ConfigReader:
         return Activation(**found | {"kind": ACTIVATIONS[found["kind"]], "gated": gated})
 
     def _fields(self, made: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Values for the fields of a dataclass, each of its field's type."""
+        """Returns values for the fields of a dataclass. Raises CheckpointError for a value that is not of its field's type."""
         types = {field.name: str(field.type).removesuffix(" | None") for field in fields(made)}
         found = {}
         for name, source in wanted.items():
@@ -170,7 +170,7 @@ class ConfigReader:
         return math.prod(self.size(key, 0) for key in family.shared.intermediate)
 
     def dtype(self, wanted: str) -> torch.dtype:
-        """`wanted`, or for "auto" the checkpoint's own."""
+        """Returns `wanted`, or for "auto" the checkpoint's own dtype."""
         declared = self.value(Key("dtype|torch_dtype", "bfloat16")) if wanted == "auto" else wanted
         name = str(declared).removeprefix("torch.")
         if name not in MODEL_DTYPES:

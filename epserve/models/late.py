@@ -1,4 +1,4 @@
-"""The checkpoint of a rank that started without it: its weights came from other ranks, and the files may still appear."""
+"""Opens the checkpoint of a rank that started without it: its weights came from other ranks, and the files may appear later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights import LayerWeights
 
 
 class LateCheckpoint:
-    """As UnchangedCheckpoint, which it becomes once the files of the service's start are there. Reads nothing when it is made."""
+    """Acts as an UnchangedCheckpoint that is opened on first use. The constructor reads nothing."""
 
     def __init__(self, path: Path, dtype: str, *, start: Stamp, info: ModelInfo):
         self.info = info
@@ -24,17 +24,17 @@ class LateCheckpoint:
         self._served: dict[int, QuantConfig] = {}
 
     def check(self) -> None:
-        """Raises CheckpointError where it cannot be read."""
+        """Raises CheckpointError when the checkpoint cannot be read."""
         self._open().check()
 
     def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
-        """As `Checkpoint.serve_as`, now or when it is opened."""
+        """Does the same as `Checkpoint.serve_as`, now or when the checkpoint is opened."""
         self._served = dict(served)
         if self._opened is not None:
             self._opened.serve_as(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
-        """Raises CheckpointError."""
+        """Returns the weights of `layer`, as `Checkpoint.load_layer` does. Raises CheckpointError."""
         return self._open().load_layer(layer, experts, device)
 
     def _open(self) -> UnchangedCheckpoint:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are one MoE layer of a family with a table of ours. Pure functions of names and shapes.
+"""Finds the tensors of a checkpoint that are one MoE layer of a family with a table. Pure functions of names and shapes.
 
 Legend: K hidden size, N intermediate size, S intermediate size of the shared experts, E logical experts.
 """
@@ -26,7 +26,7 @@ BASE_PREFIX = "model."  # transformers' base_model_prefix of every family with a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How one MoE layer lies in the checkpoint: the prefix of its names and the form of its experts."""
+    """Describes one MoE layer's place in the checkpoint: the prefix of its names and the form of its experts."""
 
     prefix: str
     form: ExpertForm
@@ -42,9 +42,9 @@ class Block:
 
 
 def find_block(info: ModelInfo, family: Family, tensors: Mapping[str, StoredTensor], layer: int, path: Path) -> Block:
-    """The prefix and form that fit the names of this layer best; every name and shape is then checked.
+    """Returns the prefix and form that fit the names of this layer best, after a check of every name and shape.
 
-    Raises CheckpointError for missing, surplus and misshapen tensors, and for those that are in no known layout.
+    Raises CheckpointError for missing, surplus and misshapen tensors, and for tensors in no known layout.
     """
     prefixes = [each.format(layer=layer) for each in family.blocks]
     prefixes += [each.removeprefix(BASE_PREFIX) for each in prefixes]  # saved by the base model, without its head
@@ -67,7 +67,7 @@ def find_block(info: ModelInfo, family: Family, tensors: Mapping[str, StoredTens
 
 
 def expected_shapes(info: ModelInfo, family: Family, block: Block) -> dict[str, tuple[int, ...]]:
-    """Every matrix and vector that must lie beneath the block, with the shape that it stands for."""
+    """Returns every matrix and vector that must lie beneath the block, with its shape after multiplying out."""
     K = info.hidden
     gate = {"weight": (info.num_experts, K), "bias": (info.num_experts,), "correction_bias": (info.num_experts,)}
     shapes = {family.gate_tensors[role]: gate[role] for role in family.gate_tensors}

@@ -1,4 +1,4 @@
-"""Slices of experts along their intermediate size N, for ranks that share each expert (tensor parallelism). Pure functions.
+"""Cuts experts along their intermediate size N, for ranks that share each expert (tensor parallelism). Pure functions.
 
 Slice p of T holds rows p N/T .. of gate and of up, and the same columns of the down projection, with their scales. The sum of the
 slices' outputs is the expert's output. Legend: e experts, K hidden size, N intermediate size.
@@ -18,11 +18,11 @@ from epserve.modular_kernel.quantization import BLOCK
 
 from .weights import LayerWeights
 
-MOST_SLICES = 64  # of the suggestions in a message
+MOST_SLICES = 64  # the largest number that a message suggests
 
 
 def check_slices(intermediate: int, quant: QuantConfig, activation: Activation, slices: int) -> None:
-    """Raises ConfigError with the numbers and what would divide. Needs no weights."""
+    """Raises ConfigError with the numbers, and the numbers of slices that would divide. Needs no weights."""
     if slices == 1:
         return
     if activation.output_norm_eps is not None:
@@ -41,14 +41,14 @@ def check_slices(intermediate: int, quant: QuantConfig, activation: Activation, 
 
 
 def slice_experts(weights: ExpertWeights, quant: QuantConfig, part: int, slices: int) -> ExpertWeights:
-    """Slice `part` of `slices`, copied. `check_slices` comes before."""
+    """Returns a copy of slice `part` of `slices`. The caller has run `check_slices`."""
     packed, group = (2 if quant.packed else 1), quant.shared
     whole = weights.w2_eKN.shape[2] * packed
     start, stop = part * whole // slices, (part + 1) * whole // slices
     halves = 2 if weights.activation.gated else 1
 
     def rows(tensor: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
-        """Of gate and of up; `unit` values of N share a row."""
+        """Returns the slice's rows of gate and of up. `unit` values of N share a row."""
         if tensor is None:
             return None
         return tensor.unflatten(1, (halves, -1))[:, :, start // unit : stop // unit].flatten(1, 2).contiguous()
@@ -78,7 +78,7 @@ def slice_experts(weights: ExpertWeights, quant: QuantConfig, part: int, slices:
 
 
 def slice_layer(layer: LayerWeights, quant: QuantConfig, part: int, slices: int, device: torch.device) -> LayerWeights:
-    """A slice of a layer's experts, with its gate and shared experts whole, on `device`."""
+    """Returns a slice of a layer's experts, with its gate and shared experts whole, on `device`."""
     return replace(
         layer,
         experts=moved(slice_experts(layer.experts, quant, part, slices), device),
@@ -88,16 +88,16 @@ def slice_layer(layer: LayerWeights, quant: QuantConfig, part: int, slices: int,
 
 
 def moved(weights: Any, device: torch.device) -> Any:
-    """A dataclass of tensors, on another device."""
+    """Returns a dataclass of tensors, moved to another device."""
     tensors = {each.name: getattr(weights, each.name) for each in fields(weights)}
     return replace(weights, **{k: v.to(device) for k, v in tensors.items() if isinstance(v, torch.Tensor)})
 
 
 class SlicedLayers:
-    """A source of layers of which one slice is kept. Each layer passes whole through host memory, one at a time."""
+    """Loads one slice of each layer of a source. Each layer passes whole through host memory, one at a time."""
 
     def __init__(self, source: Any, quants: Mapping[int, QuantConfig], part: int, slices: int):
-        """quants: the scheme of each layer's experts."""
+        """source: any checkpoint class. quants: the scheme of each layer's experts."""
         self._source, self._quants, self._part, self._slices = source, quants, part, slices
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:

@@ -1,4 +1,4 @@
-"""Safetensors files by their headers: names, dtypes and shapes without data, and reads of exactly the bytes asked for.
+"""Reads safetensors files: names, dtypes and shapes from the headers alone, and then exactly the requested bytes.
 
 A file is 8 bytes of header length (little endian), a JSON header, and the data. Reads go through one small buffer rather
 than a memory map: mapped pages count as this process's memory, and a load would peak at twice what it keeps.
@@ -36,7 +36,7 @@ DTYPES = {
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_JSON_BYTES = MAX_HEADER_BYTES
-"""The largest index known to us has 7 MB."""
+"""The largest known index has 7 MB."""
 MAX_JSON_DEPTH = 64
 SHOWN_CHARACTERS = 100
 MAX_DIMENSIONS = 64  # more than torch has
@@ -52,7 +52,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a file. `offset`: of its first byte, from the start of the file."""
+    """Describes one tensor of a file. `offset`: the position of its first byte, from the start of the file."""
 
     name: str
     file: Path
@@ -63,7 +63,7 @@ class TensorInfo:
 
 
 def read_json(path: Path) -> dict:
-    """A file's JSON object. Raises CheckpointError for anything else, and for what is too long or nested too deeply."""
+    """Returns a file's JSON object. Raises CheckpointError for any other JSON, and for a file too long or nested too deeply."""
     try:
         with open_regular(path) as file:
             text = file.read(MAX_JSON_BYTES + 1)
@@ -89,18 +89,18 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def shown(value: Any) -> str:
-    """A value from a checkpoint in one short line, for messages."""
+    """Returns a value from a checkpoint in one short line, for messages."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def shown_name(name: str) -> str:
-    """A tensor's name as it is, unless it would break the line."""
+    """Returns a tensor's name as it is, unless it would break the line."""
     return name if 0 < len(name) <= 2 * SHOWN_CHARACTERS and name.isprintable() else shown(name)
 
 
 def _parse(text: bytes, hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
-    """hook: as `object_pairs_hook` of `json.loads`. Raises ValueError."""
+    """Parses JSON. hook: the `object_pairs_hook` of `json.loads`. Raises ValueError."""
     try:
         return json.loads(text, object_pairs_hook=hook)
     except RecursionError:
@@ -108,7 +108,7 @@ def _parse(text: bytes, hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] 
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The format allows no key twice, and readers differ in which of the two they take."""
+    """Builds an object. Raises ValueError for a repeated key: the format forbids it, and readers take different ones."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -118,7 +118,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(data: Any) -> None:
-    """Raises ValueError for JSON that functions which call themselves, ours and transformers', cannot walk."""
+    """Raises ValueError for JSON that is nested too deeply for recursive functions, ours and transformers'."""
     level = [data]
     for _ in range(MAX_JSON_DEPTH):
         level = [
@@ -133,7 +133,7 @@ def _check_depth(data: Any) -> None:
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint folder: model.safetensors, or the shards that its index names."""
+    """Returns every tensor of a checkpoint folder: of model.safetensors, or of the shards that its index names."""
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
@@ -160,10 +160,10 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file, in the order of their data.
+    """Returns the tensors of one file, in the order of their data.
 
-    Raises CheckpointError for a damaged header, for data that is not one tensor after the other, as the safetensors library
-    wants it, and for a file shorter or longer than its header says.
+    Raises CheckpointError for a damaged header, for gaps or overlaps between tensors (which the safetensors library refuses
+    too), and for a file shorter or longer than its header says.
     """
     try:
         with open_regular(path) as file:
@@ -199,7 +199,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _misplaced(info: TensorInfo, end: int, last: str, data_start: int) -> str:
-    """Why a tensor does not follow the one before it."""
+    """Returns the reason why a tensor does not follow the one before it."""
     begin, wanted = info.offset - data_start, end - data_start
     before = f"tensor {shown_name(last)} ends at {wanted}" if last else "the data begins at 0"
     what = "overlaps" if begin < wanted else "leaves a gap of unnamed bytes"
@@ -207,7 +207,7 @@ def _misplaced(info: TensorInfo, end: int, last: str, data_start: int) -> str:
 
 
 def _info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Raises CheckpointError that names the tensor and the value."""
+    """Checks one entry of a header. Raises CheckpointError that names the tensor and the value."""
 
     def wrong(what: str, value: Any, wanted: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {shown_name(name)}: {what} {shown(value)}, must be {wanted}")
@@ -254,7 +254,7 @@ class TensorReader:
         self._files.clear()
 
     def read(self, info: TensorInfo, index: int | None = None, *, buffer: str = "") -> torch.Tensor:
-        """The tensor, or `tensor[index]` along the first dimension. Valid until the next `read` into this buffer."""
+        """Returns the tensor, or `tensor[index]` along the first dimension, valid until the next `read` into this buffer."""
         if info.dtype not in DTYPES:
             raise CheckpointError(f"tensor {info.name} has dtype {info.dtype}; known: {', '.join(DTYPES)}")
         shape, offset, nbytes = info.shape, info.offset, info.nbytes
@@ -269,7 +269,7 @@ class TensorReader:
         return staged.view(DTYPES[info.dtype]).view(shape)
 
     def copy(self, info: TensorInfo, target: torch.Tensor, index: int | None = None) -> None:
-        """Read into `target`, a view with the file's order of elements, casting between floats.
+        """Reads into `target`, a view with the file's order of elements, and casts between floats.
 
         Raises CheckpointError for values that are not finite, before or after the cast.
         """
@@ -291,13 +291,13 @@ class TensorReader:
 
 
 def check_values(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises CheckpointError where `values` cannot become `dtype`, or holds a value that is not finite before or after."""
+    """Raises CheckpointError when `values` cannot become `dtype`, or holds a value that is not finite before or after."""
     if values.dtype == torch.float8_e8m0fnu and dtype == values.dtype:
         if bool((values.view(torch.uint8) == 0xFF).any()):  # its NaN
             raise CheckpointError(f"tensor {name} holds values that are not finite")
         return
     if values.dtype == FP8 and dtype == FP8:
-        # The one NaN of e4m3, with either sign, is the largest number that its byte can be; it has no infinity.
+        # The only NaN of e4m3, with either sign, is the largest value of its byte. e4m3 has no infinity.
         if values.numel() and (values.view(torch.int8).max() == 0x7F or values.view(torch.uint8).max() == 0xFF):
             raise CheckpointError(f"tensor {name} holds values that are not finite")
         return

@@ -1,12 +1,12 @@
-"""Whether the checkpoint is still the one that the service started with: one folder's files, on this host and on others.
+"""Checks that the checkpoint is still the one that the service started with, on this host and on others.
 
 A rank that reads another checkpoint than the others computes wrong numbers without an error. So the process that starts the
-service takes a `Stamp`, hands it to every rank whenever that starts, and each compares before it reads and after it.
+service takes a `Stamp` and hands it to every rank when that starts. Each rank compares before and after it reads.
 
-On one host and file system sizes and times of modification tell. Elsewhere the times mean nothing (a copy has its own): there
-a digest of the contents is compared, of the configuration, the index and all headers whole and of samples of the data.
-NOTE: not noticed is data that was overwritten in place with its old size and time, and, on another host than the front end's,
-a file that differs in bytes alone that are not in a sample.
+On one host and file system, sizes and times of modification tell. Elsewhere the times mean nothing (a copy has its own), so
+the ranks compare a digest of the contents: the whole configuration, index and headers, and samples of the data.
+NOTE: two changes go unnoticed: data overwritten in place with its old size and time, and, on another host than the front
+end's, a file that differs only in bytes outside the samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .weights import LayerWeights
 
 WHOLE_BYTES = 4 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-"""Of larger files: one sample in each of so many equal parts, 1 MiB a file. A checkpoint of 163 files of 4 GB each: 163 MiB."""
+"""A larger file has one sample in each of SAMPLES equal parts, 1 MiB a file. 163 files of 4 GB each need 163 MiB."""
 READERS = 8  # files at once: on network storage each read waits for its answer
 
 
@@ -48,9 +48,9 @@ class FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What a checkpoint's files looked like at one time. `place`: the running host and its file system.
+    """Records the state of a checkpoint's files at one time. `place`: the running host and its file system.
 
-    digest: of the contents, hexadecimal; empty where nobody has asked for it (`with_digest`).
+    digest: the hash of the contents, hexadecimal. It is empty until `with_digest` computes it.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Stamp:
 
     @classmethod
     def take(cls, path: Path) -> Stamp:
-        """By the files' sizes and times alone: no data is read. Raises CheckpointError where a file is missing."""
+        """Takes a stamp from the files' sizes and times, without reading data. Raises CheckpointError when a file is missing."""
         try:
             host = boot_id()
             found = [(name, (_folder(path) / name).stat()) for name in _names(path)]
@@ -76,21 +76,24 @@ class Stamp:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def with_digest(self) -> Stamp:
-        """Reads at most WHOLE_BYTES of each file. Raises CheckpointError where the files have changed since, or meanwhile."""
+        """Returns the stamp with its digest, from at most WHOLE_BYTES of each file.
+
+        Raises CheckpointError when the files have changed since the stamp, or change meanwhile.
+        """
         digest = _digest(self.path, self.files)
         check(self, Stamp.take(self.path))
         return replace(self, digest=digest)
 
 
 def check(start: Stamp, now: Stamp) -> None:
-    """Raises CheckpointError unless `now`, which may be of another host, is the checkpoint of `start`. May read samples."""
+    """Raises CheckpointError unless `now`, perhaps taken on another host, is the checkpoint of `start`. May read samples."""
     same_place = start.place == now.place
     if same_place and start.files == now.files:
         return
     sizes = [[(file.name, file.size) for file in each.files] for each in (start, now)]
     times = [[file.modified_ns for file in each.files] for each in (start, now)]
     same = sizes[0] == sizes[1] and (times[0] == times[1] or not same_place)
-    # Another host, or other inodes alone: some network file systems number their files anew.
+    # It is another host, or only the inodes differ: some network file systems number their files anew.
     if not same or not start.digest or start.digest != _digest(now.path, now.files):
         raise changed(now.path) if start.place[0] == now.place[0] else different(now.path)
 
@@ -108,7 +111,7 @@ def different(path: Path) -> CheckpointError:
 
 
 class UnchangedCheckpoint:
-    """A source of layers that raises CheckpointError instead of reading from other files than those of the start."""
+    """Loads layers, and raises CheckpointError instead of reading from other files than those of the start."""
 
     def __init__(
         self,
@@ -118,13 +121,13 @@ class UnchangedCheckpoint:
         start: Stamp | None = None,
         opened: Callable[..., Any] = open_checkpoint,
     ):
-        """start: what the service's checkpoint looked like when it started; None: as it is now."""
+        """start: the stamp of the service's checkpoint at its start. None: the checkpoint is taken as it is now."""
         try:
             self._seen = Stamp.take(path)
         except CheckpointError as error:
             if start is not None:
                 raise changed(path, f"{error} on {socket.gethostname()}") from None
-            opened(path, dtype)  # says it better
+            opened(path, dtype)  # its error message is better
             raise
         if start is not None:
             check(start, self._seen)
@@ -134,16 +137,16 @@ class UnchangedCheckpoint:
 
     @property
     def info(self) -> Any:
-        """A ModelInfo."""
+        """Returns the ModelInfo of the checkpoint."""
         return self.checkpoint.info
 
     @property
     def stamp(self) -> Stamp:
-        """What the files looked like when they were opened."""
+        """Returns the state of the files when they were opened."""
         return self._seen
 
     def check(self) -> None:
-        """Raises CheckpointError where the files are not the ones that were opened any more."""
+        """Raises CheckpointError when the files are no longer the ones that were opened."""
         try:
             now = Stamp.take(self._seen.path)
         except CheckpointError:
@@ -153,19 +156,19 @@ class UnchangedCheckpoint:
             self._seen = replace(now, digest=self._seen.digest)
 
     def serve_as(self, served: Mapping[int, QuantConfig]) -> None:
-        """As `Checkpoint.serve_as`."""
+        """Does the same as `Checkpoint.serve_as`."""
         self.checkpoint.serve_as(served)
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device | str = "cpu") -> LayerWeights:
-        """As `Checkpoint.load_layer`."""
+        """Returns the weights of `layer`, as `Checkpoint.load_layer` does."""
         self.check()
         read = self.checkpoint.load_layer(layer, experts, device)
-        self.check()  # replaced while it was read
+        self.check()  # the files may have been replaced during the read
         return read
 
 
 def _names(path: Path) -> list[str]:
-    """The files that are read, within the folder: the configuration, and what `read_index` reads; or GGUF files."""
+    """Returns the names of the files that are read: the configuration and the files of `read_index`, or GGUF files."""
     if pieces := gguf_files.files_of(path):
         return [piece.name for piece in pieces]
     settings = ["config.json", *(name for name in BESIDE if (path / name).exists())]
@@ -179,7 +182,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _folder(path: Path) -> Path:
-    """A checkpoint may be one GGUF file."""
+    """Returns the checkpoint's folder. A checkpoint may be one GGUF file."""
     return path.parent if path.suffix == gguf_files.SUFFIX and not path.is_dir() else path
 
 
@@ -193,19 +196,20 @@ def _digest(path: Path, files: Sequence[FileStamp]) -> str:
 
 
 def _digest_file(path: Path, size: int) -> bytes:
-    """Of the whole file, or of its header and samples that are the same ones on every host."""
+    """Returns the digest of the whole file, or of its header and of samples, which are the same on every host."""
     digest = hashlib.sha256(f"{path.name} {size}\n".encode())
     with path.open("rb", buffering=0) as file:
         if size <= WHOLE_BYTES or path.suffix == ".json":
             digest.update(file.read())
             return digest.digest()
-        gguf = path.suffix == gguf_files.SUFFIX  # does not say how long its header is
+        gguf = path.suffix == gguf_files.SUFFIX  # a GGUF file does not say how long its header is
         start = min(WHOLE_BYTES if gguf else 8 + int.from_bytes(file.read(8), "little"), size)
         file.seek(0)
         digest.update(file.read(start))
         chance, part = random.Random(f"{path.name} {size}"), max((size - start) // SAMPLES, SAMPLE_BYTES)
         while start < size:
-            # Somewhere in its part: tensors of one size follow each other, and equal steps would meet the same rows of each.
+            # The sample lies at random in its part: tensors of one size follow each other, and equal steps would always meet
+            # the same rows of them.
             file.seek(start + chance.randrange(part - SAMPLE_BYTES + 1))
             digest.update(file.read(SAMPLE_BYTES))
             start += part

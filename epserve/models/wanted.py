@@ -1,4 +1,4 @@
-"""What is wanted of a checkpoint, checked, and how that is stored, for the tables' path and the generic one alike."""
+"""Checks the requested layers and experts, and groups layers by their storage, for the tables and the generic path alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def check_wanted(info: ModelInfo, layer: int, experts: Sequence[int]) -> None:
 
 
 def with_stored(info: ModelInfo, experts: Mapping[int, StoredExperts], said: Declared) -> ModelInfo:
-    """Raises CheckpointError where quantised experts are declared and none are there."""
+    """Returns `info` with its layers grouped by their storage.
+
+    Raises CheckpointError when quantised experts are declared and none are there.
+    """
     check_declared(experts.values(), said)
     kinds = {layer: (each.describe(), each.scheme(info.sizes)) for layer, each in experts.items()}
     stored = groups(kinds, said.method)

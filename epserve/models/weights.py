@@ -1,4 +1,4 @@
-"""What a rank holds of one layer, whatever checkpoint it came from.
+"""Holds the weights of one layer on one rank, for checkpoints of every kind.
 
 Legend: M tokens, K hidden size, S intermediate size of the shared experts.
 """
@@ -21,9 +21,9 @@ from .tensors import TensorInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExperts:
-    """The dense experts that every token visits: `w13_SK` `(2S, K)` gate rows then up rows, `w2_KS` `(K, S)`.
+    """Computes the dense experts that every token visits. `w13_SK` `(2S, K)` has gate rows then up rows, `w2_KS` is `(K, S)`.
 
-    `gate_1K`: where the family has one, the output is multiplied by sigmoid(x . gate).
+    `gate_1K`: the output is multiplied by sigmoid(x . gate). None: the family has no such gate.
     """
 
     w13_SK: torch.Tensor
@@ -35,7 +35,7 @@ class SharedExperts:
         return self.begin(x_MK)()
 
     def begin(self, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The first projection; what comes back does the rest. The halves run beside dispatch and beside combine."""
+        """Runs the first projection and returns a function for the rest. The halves run beside dispatch and beside combine."""
         h = dense.first_half(x_MK, self.w13_SK, self.w2_KS.shape[1])
 
         def finish() -> torch.Tensor:
@@ -45,18 +45,18 @@ class SharedExperts:
         return finish
 
     def fitted(self) -> SharedExperts:
-        """As the device likes them: on the CPU with zeros behind the rows."""
+        """Returns the weights in the device's preferred layout. On the CPU, zeros follow the rows."""
         gate = self.gate_1K if self.gate_1K is None else rows.with_zeros(self.gate_1K)
         return replace(self, w13_SK=rows.with_zeros(self.w13_SK), w2_KS=rows.with_zeros(self.w2_KS), gate_1K=gate)
 
     def warm_up(self) -> None:
-        """Compile what a large batch would otherwise compile first."""
+        """Compiles the kernels that a large batch would otherwise compile first."""
         self(self.w13_SK.new_zeros((dense.MIN_ROWS if self.w13_SK.is_cuda else 0, self.w13_SK.shape[1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """What one rank needs of one layer: its experts in slot order, and the gate and shared experts, which all ranks hold."""
+    """Holds one layer for one rank: its experts in slot order, and the gate and shared experts, which all ranks hold."""
 
     experts: ExpertWeights
     gate: GateWeights
@@ -64,7 +64,7 @@ class LayerWeights:
 
 
 def fingerprint(config: dict, tensors: Mapping[str, TensorInfo]) -> str:
-    """Changes with the configuration and with any tensor's name, dtype or shape."""
+    """Returns a hash that changes with the configuration and with any tensor's name, dtype or shape."""
     described = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
     text = json.dumps([config, described], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Codes of few bits -> numbers, and back into the order that the kernels read: two codes a byte, the even one low."""
+"""Turns codes of few bits into numbers, or into the order that the kernels read: two codes a byte, the even one low."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from epserve.modular_kernel.quantization import FP8
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_OFFSET = 8
-EXPONENT_BIAS = 127  # of E8M0
+EXPONENT_BIAS = 127  # the bias of E8M0
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ's "gemm" version: column j of a word is its nibble AWQ_ORDER[j]
 
 
 @functools.cache
 def _table(kind: str) -> np.ndarray:
-    """The two float32 numbers of a byte, or of two e4m3, as one element of eight bytes: numpy looks those up fastest."""
+    """Returns the two float32 numbers of a byte, or of two e4m3, as one element of eight bytes. NumPy looks those up fastest."""
     if kind == "e4m3":
         values, low = torch.arange(256, dtype=torch.uint8).view(FP8).float(), torch.arange(1 << 16)
         both = torch.stack((values[low & 0xFF], values[low >> 8]), dim=1)
@@ -28,12 +28,12 @@ def _table(kind: str) -> np.ndarray:
 
 
 def pairs(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """uint8 `(..., c)` -> float32 `(..., 2c)`. kind: "e2m1", or "int4" with its offset."""
+    """Turns uint8 `(..., c)` into float32 `(..., 2c)`. kind: "e2m1", or "int4" with its offset."""
     return torch.from_numpy(_table(kind)[codes.numpy()].view(np.float32))
 
 
 def e4m3_values(codes: torch.Tensor) -> torch.Tensor:
-    """As `codes.float()`, in a quarter of its time."""
+    """Returns the same as `codes.float()`, in a quarter of its time."""
     if not codes.is_contiguous() or codes.numel() % 2 or codes.shape[-1] % 2:
         return codes.float()
     words = codes.view(torch.uint8).view(torch.uint16)
@@ -41,12 +41,12 @@ def e4m3_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(words: torch.Tensor) -> torch.Tensor:
-    """int32 (or int8) `(..., c)` -> uint8: a word's lowest byte comes first."""
+    """Views int32 (or int8) `(..., c)` as uint8. A word's lowest byte comes first."""
     return words.contiguous().view(torch.uint8)
 
 
 def along_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 `(..., c)` -> uint8 codes `(..., c * 32 / bits)`, a word's lowest bits first."""
+    """Turns int32 `(..., c)` into uint8 codes `(..., c * 32 / bits)`, a word's lowest bits first."""
     codes = as_bytes(words)
     if bits == 8:
         return codes
@@ -55,29 +55,29 @@ def along_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def along_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 `(..., r, c)` -> uint8 codes `(..., r * 32 / bits, c)`, a word's lowest bits first."""
+    """Turns int32 `(..., r, c)` into uint8 codes `(..., r * 32 / bits, c)`, a word's lowest bits first."""
     return along_columns(words.transpose(-1, -2).contiguous(), bits).transpose(-1, -2)
 
 
 def awq_columns(words: torch.Tensor) -> torch.Tensor:
-    """int32 `(..., c)` -> uint8 codes `(..., 8 c)`, in AutoAWQ's order of nibbles."""
+    """Turns int32 `(..., c)` into uint8 codes `(..., 8 c)`, in AutoAWQ's order of nibbles."""
     return along_columns(words, 4).unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)].flatten(-2)
 
 
 def two_a_byte(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes of 4 bits `(..., c)` -> `(..., c / 2)`."""
+    """Packs uint8 codes of 4 bits `(..., c)` into bytes `(..., c / 2)`."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Any scale -> float32. Bytes are E8M0: a power of two, with EXPONENT_BIAS."""
+    """Turns any scale into float32. Bytes are E8M0: a power of two, with EXPONENT_BIAS."""
     if scale.dtype == torch.uint8:
         return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - EXPONENT_BIAS)
     return scale.float()
 
 
 def scaled(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Numbers `(..., rows, columns)` times one scale for each block of rows and columns (0: all of them), in place."""
+    """Multiplies numbers `(..., rows, columns)` in place by one scale for each block of rows and columns (0: all of them)."""
     rows, columns = values.shape[-2:]
     r, c = block[0] or rows, block[1] or columns
     scale = scale.reshape(*values.shape[:-2], -(-rows // r), -(-columns // c))

@@ -1,7 +1,7 @@
-"""What a checkpoint says of its quantisation: config.json, or the file that a tool leaves beside it.
+"""Reads a checkpoint's declaration of its quantisation: config.json, or the file that a tool leaves beside it.
 
-The tensors say how they are stored; what is declared gives what they cannot say (bits of a code, sides of a block, whether
-activations are quantised), and both must agree.
+The tensors' names and dtypes give their layout. The declaration gives the facts that tensors cannot show (bits of a code,
+sides of a block, whether activations are quantised). Both must agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epserve.errors import CheckpointError
 from epserve.models.tensors import read_json, shown
 
 BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Of modelopt, AutoGPTQ and AutoAWQ, where config.json has no quantization_config."""
+"""The files of modelopt, AutoGPTQ and AutoAWQ. They are read when config.json has no quantization_config."""
 KNOWN = ("fp8", "fbgemm_fp8", "mxfp8", "compressed-tensors", "modelopt", "mxfp4", "awq", "gptq")
 IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 DYNAMIC, STATIC, NONE = "dynamic", "static", "none"
@@ -25,27 +25,30 @@ DYNAMIC, STATIC, NONE = "dynamic", "static", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Of the modules that one part of the configuration is about. None: it is not said.
+    """Describes the modules that one part of the configuration is about. A field that is None is not declared.
 
-    block: rows and columns that share a scale. group: columns that do. activations: how those are quantised.
+    Args:
+        block: the rows and columns that share a scale.
+        group: the columns that share a scale.
+        activations: the way in which activations are quantised.
     """
 
     targets: tuple[str, ...] = ()
-    """Names, prefixes, regular expressions ("re:...") or classes; empty: every linear module."""
+    """Names, prefixes, regular expressions ("re:...") or classes. Empty: every linear module."""
     bits: int | None = None
     block: tuple[int, int] | None = None
     group: int | None = None
     symmetric: bool = True
     activations: str = DYNAMIC
     act_order: bool = False
-    """GPTQ's desc_act: columns of a group do not lie together."""
+    """GPTQ's desc_act: the columns of a group do not lie together."""
     zero_point_offset: int = 0
-    """What GPTQ's stored zero points lack: 1, and 0 in its version 2."""
+    """The number to add to GPTQ's stored zero points: 1, and 0 in its version 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """`method`: empty where nothing is declared. `source`: the file that says so."""
+    """Holds a declaration. `method`: empty when nothing is declared. `source`: the file with the declaration."""
 
     method: str = ""
     source: str = ""
@@ -53,7 +56,7 @@ class Declared:
     ignored: tuple[str, ...] = field(default=())
 
     def rule(self, name: str) -> Rule | None:
-        """Of the module with this tensor; None: it stays as it is."""
+        """Returns the rule for the module with this tensor. None: the module is not quantised."""
         module = name.removesuffix(".weight")
         if any(matches(module, pattern) for pattern in self.ignored):
             return None
@@ -64,7 +67,7 @@ class Declared:
 
 
 def matches(module: str, pattern: str) -> bool:
-    """As the tools do: "re:" and a regular expression, a name with *, or whole parts of the dotted name."""
+    """Matches as the tools do: "re:" and a regular expression, a name with *, or whole parts of the dotted name."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
@@ -73,12 +76,12 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def _is_class(target: str) -> bool:
-    """ "Linear", and classes of experts."""
+    """Returns whether a target is a class ("Linear", or a class of experts) rather than a name."""
     return target[:1].isupper() and "." not in target
 
 
 def read(path: Path, config: Mapping[str, Any]) -> Declared:
-    """Raises CheckpointError for a method that is not known."""
+    """Returns the declaration of the checkpoint. Raises CheckpointError for an unknown method."""
     source = str(path / "config.json")
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else {}
@@ -146,7 +149,7 @@ def _rules(method: str, found: Mapping[str, Any], source: str) -> tuple[Rule, ..
 
 
 def _group(found: Mapping[str, Any], source: str) -> Rule:
-    """One of compressed-tensors' config_groups."""
+    """Returns the rule of one of compressed-tensors' config_groups."""
     weights, activations = found.get("weights") or {}, found.get("input_activations")
     scheme = NONE if activations is None else DYNAMIC if activations.get("dynamic", False) else STATIC
     return Rule(
@@ -160,14 +163,14 @@ def _group(found: Mapping[str, Any], source: str) -> Rule:
 
 
 def _group_size(value: Any) -> int | None:
-    """None: one group (some tools write -1)."""
+    """Returns the group's columns. None: the whole row is one group (some tools write -1)."""
     return value if isinstance(value, int) and value > 0 else None
 
 
 def _pair(value: Any, source: str) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, str):  # "128x128", of old releases
+    if isinstance(value, str):  # old releases write "128x128"
         value = [int(each) for each in re.findall(r"\d+", value)]
     sides = list(value) if isinstance(value, (list, tuple)) else []
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):

@@ -1,6 +1,6 @@
-"""One layer's experts as they are stored, and how they become `ExpertWeights`: packed, or multiplied out.
+"""Turns one layer's stored experts into `ExpertWeights`, packed or multiplied out.
 
-Our tables (`layout.py`) and the generic path (`generic.py`) say which matrices those are; what follows is the same for both.
+The tables (`layout.py`) and the generic path (`generic.py`) say which matrices those are. The rest is the same for both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from .matrices import StoredReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAs:
-    """Layers that are stored alike. `name`: in words. `quant`: the scheme that keeps them packed, UNQUANTIZED: there is none.
+    """Groups layers that are stored alike.
 
-    method: what the checkpoint calls its quantisation.
+    Args:
+        name: the layout in words.
+        quant: the scheme that keeps the layers packed. UNQUANTIZED: there is none.
+        method: the checkpoint's name for its quantisation.
     """
 
     layers: tuple[int, ...]
@@ -36,19 +39,22 @@ class StoredAs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredExperts:
-    """`tensors`: role -> one matrix an expert, or one stack of all; roles as in `slot_view`.
+    """Holds one layer's experts by their tensors.
 
-    transposed: the model's matrices are (in, out). interleaved: the rows of gate_up alternate gate, up, gate, ...
+    Args:
+        tensors: role -> one matrix an expert, or one stack of all experts. `slot_view` lists the roles.
+        transposed: the model's matrices are (in, out).
+        interleaved: the rows of gate_up alternate gate, up, gate, ...
     """
 
     tensors: Mapping[str, tuple[StoredTensor, ...]]
     transposed: bool = False
     interleaved: bool = False
     made: bool = False
-    """They are not the matrices themselves but what those are made of."""
+    """The tensors are not the matrices themselves. Operations make the matrices from them."""
 
     def of(self, role: str, expert: int) -> tuple[StoredTensor, int | None]:
-        """The tensor, and where in it the expert is; None: it is the expert's own."""
+        """Returns the tensor, and the expert's index in it. None: the tensor is the expert's own."""
         found = self.tensors[role]
         whole = 2 if role.endswith("_bias") else 3
         return (found[0], expert) if len(found[0].shape) == whole else (found[expert], None)
@@ -63,7 +69,7 @@ class StoredExperts:
         return " and ".join(sorted(kinds))
 
     def scheme(self, sizes: ExpertSizes) -> QuantConfig:
-        """In which the whole layer stays packed; UNQUANTIZED: it is not quantised, or has no such form."""
+        """Returns the scheme that keeps the whole layer packed. UNQUANTIZED: it is not quantised, or has no such form."""
         if self.made:
             return UNQUANTIZED
         kinds = {each.layout.scheme(each) for each in self.matrices()}
@@ -82,7 +88,10 @@ class StoredExperts:
         reader: StoredReader,
         device: torch.device,
     ) -> ExpertWeights:
-        """Those of a rank, in this order. Peak memory on the host: what is kept, and one expert's largest matrix."""
+        """Returns the weights of a rank's experts, in this order, in the scheme `quant`.
+
+        Peak memory on the host is the size of the result plus one expert's largest matrix.
+        """
         method = method_for(quant.scheme)
         weights = method.create_weights(sizes, quant, len(experts), device)
         packed = method is not UnquantizedFusedMoEMethod
@@ -113,7 +122,7 @@ class StoredExperts:
         view.copy_(value.view(view.shape))
 
     def _input_scales(self, reader: StoredReader, down: bool) -> list[torch.Tensor]:
-        """Of every expert, since ranks must agree on the largest."""
+        """Returns the input scales of every expert, since ranks must agree on the largest."""
         found = []
         for role, each in self.tensors.items():
             if role.endswith("_bias") or (role == "down") is not down:
@@ -130,7 +139,7 @@ class StoredExperts:
 
 
 def groups(layers: Mapping[int, tuple[str, QuantConfig]], method: str) -> tuple[StoredAs, ...]:
-    """Layers that are stored alike, together; the most layers first."""
+    """Groups layers that are stored alike, the largest group first."""
     found: dict[tuple[str, QuantConfig], list[int]] = {}
     for layer, kind in sorted(layers.items()):
         found.setdefault(kind, []).append(layer)
@@ -139,7 +148,7 @@ def groups(layers: Mapping[int, tuple[str, QuantConfig]], method: str) -> tuple[
 
 
 def check_declared(layers: Iterable[StoredExperts], said: Declared) -> None:
-    """Raises CheckpointError where the configuration says that experts are quantised, and none is."""
+    """Raises CheckpointError when the configuration says that experts are quantised, and none is."""
     every = [each for experts in layers for each in experts.matrices()]
     if not said.method or any(each.quantised for each in every):
         return

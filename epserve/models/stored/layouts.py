@@ -1,8 +1,8 @@
-"""How quantised matrices lie in checkpoints, as data: one row for each layout, for our tables and the generic path alike.
+"""Describes the layouts of quantised matrices in checkpoints as data: one class for each, for the tables and the generic path.
 
-A row says by which names and dtypes its tensors are recognised, what shape they stand for, what they mean in float32
-(`values`), and as which scheme a kernel can take them packed (`scheme`, `matrix`). A matrix is `(out, in)` here; `(E, out, in)`
-where experts are stacked. Legend: r rows (out), c columns (in).
+A layout gives the names and dtypes by which its tensors are recognised, the shape of the matrix, its numbers in float32
+(`values`), and the scheme in which a kernel takes it packed (`scheme`, `matrix`). A matrix is `(out, in)` here, and a stack of
+experts is `(E, out, in)`. Legend: r rows (out), c columns (in).
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ FLOAT_SCALES = frozenset({"F32", "BF16", "F16", "F64"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One matrix (or a stack of them) of a checkpoint, whatever tensors it is made of.
+    """Holds the tensors of one matrix (or of a stack of matrices) of a checkpoint.
 
-    shape: of what it stands for, as the model knows it. block: rows and columns that share a scale, 0 for all of them.
-    problem: why it cannot be read; raised when it is wanted.
+    Args:
+        shape: the shape of the matrix, as the model knows it.
+        block: the rows and columns that share a scale, 0 for all of them.
+        problem: the reason why it cannot be read. `check` raises it when the matrix is wanted.
     """
 
     name: str
@@ -46,7 +48,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> str:
-        """Of the codes, as the file has it."""
+        """Returns the dtype of the codes, by its name in the file."""
         return self.parts["weight"].dtype
 
     @property
@@ -59,43 +61,43 @@ class StoredTensor:
 
 
 class Layout:
-    """Names are templates of `name` (what the model calls the matrix) and `module` (the same without ".weight")."""
+    """Describes one layout. Names are templates of `name` (the model's name of the matrix) and `module` (without ".weight")."""
 
     name: str = "floats"
     codes: str = "{name}"
     dtypes: frozenset[str] = frozenset()
-    """Of the codes."""
+    """Dtypes of the codes."""
     parts: Mapping[str, tuple[str, ...]] = {}
-    """Further tensors that must be there, each by any of these names."""
+    """Further tensors that must be there, each with its possible names."""
     optional: Mapping[str, tuple[str, ...]] = {}
     scales: frozenset[str] = frozenset()
     """Dtypes of `weight_scale`."""
     foreign: tuple[str, ...] = ()
-    """Tensors beside it that say that it is something else."""
+    """Names of tensors that rule this layout out."""
     swapped = False
-    """What the model calls (in, out) is stored as (out, in)."""
+    """The model's (in, out) matrix is stored as (out, in)."""
 
     def describe(self, stored: StoredTensor) -> str:
         return self.name
 
     def shape(self, parts: Mapping[str, TensorInfo], rule: Rule) -> tuple[int, ...]:
-        """As `(..., r, c)`. Raises CheckpointError."""
+        """Returns the shape `(..., r, c)`. Raises CheckpointError."""
         return parts["weight"].shape
 
     def block(self, shape: tuple[int, ...], parts: Mapping[str, TensorInfo], rule: Rule) -> tuple[int, int]:
-        """Raises CheckpointError for scales that do not fit the codes."""
+        """Returns the rows and columns that share a scale. Raises CheckpointError for scales that do not fit the codes."""
         return block_of(shape, parts["weight"], parts["weight_scale"], rule)
 
     def values(self, parts: Parts, stored: StoredTensor) -> torch.Tensor:
-        """float32 `(..., r, c)`."""
+        """Returns the numbers, float32 `(..., r, c)`."""
         raise NotImplementedError
 
     def scheme(self, stored: StoredTensor) -> QuantConfig:
-        """In which a kernel takes it without a loss; UNQUANTIZED: in none."""
+        """Returns the scheme in which a kernel takes the matrix without a loss. UNQUANTIZED: there is none."""
         return UNQUANTIZED
 
     def matrix(self, parts: Parts, stored: StoredTensor) -> Parts:
-        """What `load_weights` of a method class takes: `weight` and its scales, `(r, ...)`."""
+        """Returns the tensors that `load_weights` of a method class takes: `weight` and its scales, `(r, ...)`."""
         return parts
 
 
@@ -105,13 +107,13 @@ class Plain(Layout):
 
 
 class ScaledCodes(Layout):
-    """Numbers of eight bits with a scale for each tensor, channel, group or block; they multiply, whatever the name says."""
+    """Codes of eight bits with a scale for each tensor, channel, group or block. Scales multiply, even if named `scale_inv`."""
 
     parts = {"weight_scale": ("{name}_scale_inv", "{name}_scale", "{module}.scale", "{module}.qscale_weight")}
     optional = {"input_scale": ("{module}.input_scale", "{module}.activation_scale", "{name}_activation_scale",
                                 "{module}.qscale_act")}  # fmt: skip
     scales = FLOAT_SCALES | BYTE_SCALES
-    foreign = ("{name}_amax",)  # two scales, which transformers' own conversion brings together
+    foreign = ("{name}_amax",)  # such a matrix has two scales, and transformers' own conversion combines them
 
     def describe(self, stored):
         match stored.block:
@@ -133,7 +135,7 @@ class ScaledCodes(Layout):
         return {**parts, "weight_scale": self._spread_rows(scale_values(parts["weight_scale"]), stored)}
 
     def _spread_rows(self, scale: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-        """Larger blocks than the kernels' become several of theirs."""
+        """Returns the scales of the kernels' blocks. A larger stored block becomes several of them."""
         r, c = (side // BLOCK for side in stored.block)
         rows, columns = stored.shape[-2:]
         if not _is_block(stored) or (r, c) == (1, 1):
@@ -171,7 +173,7 @@ class Int8(ScaledCodes):
 
 
 class Mxfp4(Layout):
-    """Two e2m1 a byte and a power of two for 32 of them."""
+    """Two e2m1 codes a byte, with a power of two for 32 of them."""
 
     name = "mxfp4"
     dtypes = frozenset({"U8", "I8"})
@@ -204,7 +206,7 @@ class Mxfp4Packed(Mxfp4):
 
 
 class Mxfp4Blocks(Mxfp4):
-    """gpt-oss: `(E, r, c/32, 16)` and `(E, r, c/32)`; the model's own parameter is `(E, c, r)`."""
+    """The layout of gpt-oss: `(E, r, c/32, 16)` and `(E, r, c/32)`. The model's own parameter is `(E, c, r)`."""
 
     codes = "{name}_blocks"
     dtypes = frozenset({"U8"})
@@ -225,7 +227,7 @@ class Mxfp4Blocks(Mxfp4):
 
 
 class Nvfp4(Layout):
-    """Two e2m1 a byte, an e4m3 scale for 16 of them, and a float for all: modelopt's multiplies."""
+    """Two e2m1 codes a byte, an e4m3 scale for 16 of them, and a float for all. modelopt's float multiplies."""
 
     name = "nvfp4"
     dtypes = frozenset({"U8"})
@@ -251,7 +253,7 @@ class Nvfp4(Layout):
 
 
 class Nvfp4Packed(Nvfp4):
-    """compressed-tensors: the float divides."""
+    """The layout of compressed-tensors: the float divides."""
 
     codes = "{module}.weight_packed"
     parts = {"weight_scale": ("{module}.weight_scale",), "weight_global_scale": ("{module}.weight_global_scale",)}
@@ -262,7 +264,7 @@ OUTER = ("weight_scale_2", "weight_global_scale")
 
 
 class Integers(Layout):
-    """Codes of a few bits in int32 words, and a scale for each group of columns."""
+    """Codes of a few bits in int32 words, with a scale for each group of columns."""
 
     dtypes = frozenset({"I32"})
     scales = FLOAT_SCALES
@@ -290,7 +292,7 @@ class Integers(Layout):
 
 
 class Wna16(Integers):
-    """compressed-tensors' pack-quantized: codes have the offset of half their range."""
+    """The layout pack-quantized of compressed-tensors: codes have the offset of half their range."""
 
     name = "int"
     codes = "{module}.weight_packed"
@@ -332,7 +334,7 @@ class Wna16(Integers):
 
 
 class Awq(Integers):
-    """AutoAWQ's "gemm": `(c, r/8)` words, `(c/g, r/8)` words of zero points, `(c/g, r)` scales."""
+    """The layout "gemm" of AutoAWQ: `(c, r/8)` words, `(c/g, r/8)` words of zero points, `(c/g, r)` scales."""
 
     name = "awq"
     codes = "{module}.qweight"
@@ -352,11 +354,11 @@ class Awq(Integers):
         return numbers.mul_(parts["weight_scale"].float().unsqueeze(-2)).flatten(-3, -2).transpose(-1, -2).contiguous()
 
     def scheme(self, stored):
-        return UNQUANTIZED  # zero points: no kernel has them
+        return UNQUANTIZED  # no kernel takes zero points
 
 
 class Gptq(Integers):
-    """AutoGPTQ: `(c/8, r)` words, `(c/g, r/8)` words of zero points, `(c/g, r)` scales, and each column's group."""
+    """The layout of AutoGPTQ: `(c/8, r)` words, `(c/g, r/8)` words of zero points, `(c/g, r)` scales, and each column's group."""
 
     name = "gptq"
     codes = "{module}.qweight"
@@ -388,7 +390,10 @@ class Gptq(Integers):
         return super().scheme(replace(stored, parts={k: v for k, v in stored.parts.items() if k != "weight_g_idx"}))
 
     def matrix(self, parts, stored):
-        """Without order of activations and with the middle for a zero point, which is looked at: the tensors may differ."""
+        """Returns codes and scales of a matrix with zero points of 8 and columns in order.
+
+        Raises CheckpointError when the tensors differ from that, since the configuration alone may be wrong.
+        """
         bits, group, module = 4, stored.block[1], stored.name.removesuffix(".weight")
         zeros = bit_codes.along_columns(parts["weight_zero_point"], bits) + stored.rule.zero_point_offset
         if not bool((zeros == bit_codes.INT4_OFFSET).all()):
@@ -414,7 +419,7 @@ LAYOUTS: tuple[Layout, ...] = (
 
 
 def block_of(shape: tuple[int, ...], codes: TensorInfo, scale: TensorInfo, rule: Rule) -> tuple[int, int]:
-    """Rows and columns that share a scale, 0 for all. Raises CheckpointError with both shapes."""
+    """Returns the rows and columns that share a scale, 0 for all. Raises CheckpointError with both shapes."""
     *lead, rows, columns = shape
     declared = rule.block or ((1, rule.group) if rule.group else None)
     if declared and scale.shape == (*lead, -(-rows // declared[0]), -(-columns // declared[1])):
@@ -444,10 +449,10 @@ def _group(shape: tuple[int, ...], parts: Mapping[str, TensorInfo], group: int) 
 
 
 def _is_block(stored: StoredTensor) -> bool:
-    """In the kernels' blocks, or in larger ones that are made of them."""
+    """Returns whether scales are by the kernels' blocks, or by larger blocks that are made of them."""
     return all(side and side % BLOCK == 0 for side in stored.block)
 
 
 def _against_stack(outer: torch.Tensor) -> torch.Tensor:
-    """A float for each expert, against `(E, r, groups)`; a single one as it is."""
+    """Shapes one float for each expert to multiply `(E, r, groups)`. A single float becomes a scalar."""
     return outer.reshape(()) if outer.numel() == 1 else outer.reshape(-1, 1, 1)

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors -> its matrices, each with the layout that it is stored in; and reads of them.
+"""Turns a checkpoint's tensors into matrices, each with its layout, and reads them.
 
-`stored_tensors` finds, by names and dtypes, which tensors together are one matrix. What nobody can read gets a `problem`, which
-is raised when it is wanted: other parts of a model may be stored in ways that are nobody's concern here.
+`stored_tensors` finds, by names and dtypes, which tensors together are one matrix. A matrix that cannot be read gets a
+`problem`, which is raised when the matrix is wanted. Other parts of a model may be stored in unknown ways.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .layouts import LAYOUTS, PLAIN, Layout, StoredTensor
 
 FLOAT_NAMES = frozenset(name for name, dtype in DTYPES.items() if dtype in FLOATS)
 BY_METHOD = {"awq": ("awq",), "gptq": ("gptq",)}
-"""Layouts of the same names that only the declared method tells apart."""
+"""Layouts with the same names of tensors. Only the declared method tells them apart."""
 _ENDINGS = {layout: layout.codes.replace("{name}", "").replace("{module}", "") for layout in LAYOUTS}
 _SAME_NAME = tuple(layout for layout in LAYOUTS if not _ENDINGS[layout])
 _OTHER_NAME = tuple((ending, layout) for layout, ending in _ENDINGS.items() if ending)
 
 
 def stored_tensors(tensors: Mapping[str, TensorInfo], declared: Declared) -> dict[str, StoredTensor]:
-    """By the names that the model knows; companions (scales, zero points) have gone into their matrix."""
+    """Returns matrices by the names that the model knows. Companions (scales, zero points) are part of their matrix."""
     found: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for info in tensors.values():
@@ -60,7 +60,7 @@ def _candidates(info: TensorInfo, declared: Declared) -> Iterator[tuple[str, Lay
 def _parts(
     tensors: Mapping[str, TensorInfo], codes: TensorInfo, name: str, layout: Layout
 ) -> dict[str, TensorInfo] | None:
-    """None: it is not in this layout."""
+    """Returns role -> tensor. None: the codes are not in this layout."""
     module = name.removesuffix(".weight")
 
     def first(templates: tuple[str, ...]) -> TensorInfo | None:
@@ -112,13 +112,13 @@ def _lonely(info: TensorInfo) -> str:
 
 
 class StoredReader:
-    """Reads matrices. As TensorReader, which it uses: what it returns is valid until the next read, except for `values`."""
+    """Reads matrices through a TensorReader. A result of `parts` is valid until the next read."""
 
     def __init__(self, reader: TensorReader):
         self.files = reader
 
     def parts(self, stored: StoredTensor, index: int | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a matrix; of expert `index` where they are stacked. Raises CheckpointError for values not finite."""
+        """Returns the tensors of a matrix, or of expert `index` in a stack. Raises CheckpointError for values not finite."""
         stored.check()
         stack = stored.parts["weight"].shape[0]
         found = {}
@@ -130,13 +130,16 @@ class StoredReader:
         return found
 
     def values(self, stored: StoredTensor, index: int | None = None) -> torch.Tensor:
-        """Multiplied out, float32 `(..., out, in)`; what is not quantised as it is. The caller's own."""
+        """Returns the matrix multiplied out, float32 `(..., out, in)`. A matrix without quantisation keeps its dtype.
+
+        The memory is the caller's own.
+        """
         if not stored.quantised:
             stored.check()
             return self.files.read(stored.parts["weight"], index).clone()
         return stored.layout.values(self.parts(stored, index), stored)
 
     def read(self, stored: StoredTensor, index: int | None = None) -> torch.Tensor:
-        """As `values`, in the orientation that the model knows."""
+        """Returns the same as `values`, in the model's own orientation."""
         value = self.values(stored, index)
         return value.transpose(-1, -2).contiguous() if stored.layout.swapped else value

@@ -1,4 +1,4 @@
-"""The fused-MoE modular kernel: contracts, the kernel itself, and what passes between its parts."""
+"""Holds the fused-MoE modular kernel: the contracts, the kernel itself, and the values that pass between its parts."""
 
 from .capability import ExpertsCapability, LayerSpec, PrepareFinalizeCapability, check, why_not
 from .contracts import (

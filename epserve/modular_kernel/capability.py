@@ -1,4 +1,4 @@
-"""Capability records: what each backend can do, as data, and the one check that two of them fit.
+"""Describes each backend's abilities as data (capability records), with the one check that two of them fit.
 
 The error message, the `epserve compat` table, the docs and the test matrix are all made from these records.
 """
@@ -19,13 +19,13 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFinalizeCapability:
-    """Limits of one prepare/finalize class. None or an empty set means "no limit"."""
+    """Lists the limits of one prepare/finalize class. None or an empty set means "no limit"."""
 
     activation_format: FusedMoEActivationFormat
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[torch.dtype] = FLOATS
     quant_dispatch: frozenset[str] = frozenset()
-    """Quantisation schemes whose rows can be dispatched already quantised; others are quantised after dispatch."""
+    """Quantisation schemes whose rows can be dispatched already quantised. Others are quantised after dispatch."""
     max_ranks: int | None = None
     rank_counts: frozenset[int] = frozenset()
     max_top_k: int | None = None
@@ -34,21 +34,21 @@ class PrepareFinalizeCapability:
     hidden_multiple_of: int = 1
     uneven_experts: bool = True
     async_receive: bool = False
-    """Has prepare_no_receive: the transfer goes on while the caller computes."""
+    """The class has prepare_no_receive: the transfer goes on while the caller computes."""
     cuda_graph: bool = False
     combine_orders: frozenset[str] = frozenset({"rank", "slot"})
-    """Which `PrepareFinalizeOptions.combine_order` it can keep."""
+    """The values of `PrepareFinalizeOptions.combine_order` that the class can keep."""
     most_tokens: int | None = None
-    """Largest cap of one round."""
+    """The largest cap of one round."""
     needed_rows_only: bool = False
-    """Standard format: delivers only rows that have a slot on this rank; others deliver every row, or room for it."""
+    """Standard format: the class delivers only rows that have a slot on this rank. Others deliver every row, or room for it."""
     interruptible: bool = True
-    """What waits on the device for a rank that is gone can be ended from outside; else only the end of the process ends it."""
+    """A wait on the device for a lost rank can be ended from outside. Otherwise only the end of the process ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsCapability:
-    """Limits of one experts class."""
+    """Lists the limits of one experts class."""
 
     activation_formats: frozenset[FusedMoEActivationFormat]
     devices: frozenset[str]
@@ -56,25 +56,25 @@ class ExpertsCapability:
     quant_schemes: frozenset[str] = frozenset({"none"})
     activations: frozenset[str] = frozenset(Activation.KINDS)
     exact_activations: frozenset[Activation] = frozenset()
-    """Where not empty: only these, their numbers included."""
+    """The only activations that the class computes, with their numbers. Empty: no such limit."""
     ungated: bool = True
     bias: bool = True
     output_norm: bool = False
     hidden_multiple_of: int = 1
     intermediate_multiple_of: int = 1
     block_aligned: bool = False
-    """fp8_block only where hidden and intermediate are multiples of its 128 x 128 blocks."""
+    """The class takes fp8_block only if hidden and intermediate are multiples of its 128 x 128 blocks."""
     packs_weights: bool = False
-    """Lays the weights out anew, which only classes of Standard format on the CPU read beside it."""
+    """The class changes the layout of the weights. Beside it, only classes of Standard format on the CPU read that layout."""
     supports_expert_map: bool = True
-    """Skips slots whose expert is not on this rank (id -1); Standard format over several ranks needs it."""
+    """The class skips slots whose expert is not on this rank (id -1). Standard format over several ranks needs that."""
     cuda_graph: bool = False
     min_compute_capability: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What is asked of a pair: the layer's sizes and numerics, the ranks and the device."""
+    """Describes the requirements on a pair: the layer's sizes and numerics, the ranks and the device."""
 
     shape: ExpertShape
     layout: ExpertLayout
@@ -88,7 +88,7 @@ class LayerSpec:
 def why_not(
     pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec | None = None
 ) -> tuple[str, ...]:
-    """Every reason why this pair cannot serve `spec` (or anything at all, without a spec). Empty: it fits."""
+    """Returns every reason why this pair cannot serve `spec` (or anything at all, without a spec). Empty: it fits."""
     reasons = []
     if pf.activation_format not in experts.activation_formats:
         takes = " or ".join(sorted(f.name for f in experts.activation_formats))
@@ -147,7 +147,7 @@ def _spec_reasons(pf: PrepareFinalizeCapability, experts: ExpertsCapability, spe
 
 
 def check(names: tuple[str, str], pf: PrepareFinalizeCapability, experts: ExpertsCapability, spec: LayerSpec) -> None:
-    """Raises Incompatible with every reason. Costs microseconds: run it before any weight is read."""
+    """Raises Incompatible with every reason. It costs microseconds: run it before any weight is read."""
     reasons = why_not(pf, experts, spec)
     if reasons:
         raise Incompatible(f"prepare/finalize {names[0]!r} and experts {names[1]!r} cannot serve this layer:", reasons)

@@ -1,4 +1,4 @@
-"""The contracts of the modular kernel: all-to-all managers, prepare/finalize, experts.
+"""Defines the contracts of the modular kernel: all-to-all managers, prepare/finalize, experts.
 
 The names are those of vLLM's fused-MoE modular kernel. A step is a collective: every rank calls prepare and finalize the
 same number of times in the same order, with zero rows too.
@@ -26,29 +26,32 @@ from .workspace import Workspace, WorkspaceShapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Where this rank stands. `group`: torch.distributed process group (gloo on CPU, NCCL on CUDA), None for one rank."""
+    """Describes this rank's place among the ranks.
+
+    `group`: torch.distributed process group (gloo on CPU, NCCL on CUDA), None for one rank.
+    """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     group: Any = None
     timeout_s: float = 30.0
-    """Deadline of every wait on other ranks."""
+    """The deadline of every wait on other ranks, in seconds."""
     sharers: int = 1
-    """Ranks that may be on this one's GPU, itself included: each counts on so small a part of what is free there."""
+    """The number of ranks that may share this rank's GPU, itself included. Each plans with this fraction of its free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFinalizeOptions:
-    """How a prepare/finalize object is laid out; the same on all ranks."""
+    """Configures a prepare/finalize object. All ranks have the same options."""
 
     max_tokens_per_rank: int = 4096
-    """Cap of one round. Longer batches are split into rounds that all ranks agree on."""
+    """The most tokens of one round. Longer batches are split into rounds that all ranks agree on."""
     combine_order: str = "rank"
     """"rank": each rank sums its own slots, partial sums are added in rank order (fewest bytes). "slot": one row a slot
     comes home and is added in slot order, so the bits do not depend on the number of ranks or on placement."""
     dispatch_quantised: bool = True
-    """Send rows quantised where both the scheme and the backend can; otherwise quantise after dispatch."""
+    """Rows are sent quantised if both the scheme and the backend can. Otherwise they are quantised after dispatch."""
     batches_in_flight: int = 1
 
     def __post_init__(self):
@@ -60,12 +63,12 @@ class PrepareFinalizeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What prepare hands to the experts.
+    """Passes one dispatched batch from prepare to the experts.
 
     Standard: `x` `(M', K)`, `routing` with local slots (-1: not on this rank, or padding), `expert_num_tokens` None.
     BatchedExperts: `x` `(e, T, K)`, `expert_num_tokens` int32 `(e,)` on the device, `routing` None.
-    `scales`: float32, with `x` in e4m3; None when `x` is not quantised. `(M', K/128)` row by row, or `(e, T, K/128)` of any
-    strides: experts of the batched format read them where they lie (DeepEP leaves them column by column, `(., 1, T)`).
+    `scales`: float32, with `x` in e4m3. None when `x` is not quantised. They are `(M', K/128)` row by row, or `(e, T, K/128)` of
+    any strides: experts of the batched format read them in place (DeepEP leaves them column by column, `(., 1, T)`).
     """
 
     x: torch.Tensor
@@ -73,12 +76,12 @@ class Prepared:
     routing: Routing | None = None
     expert_num_tokens: torch.Tensor | None = None
     output: torch.Tensor | None = None
-    """Where experts that reduce may write, `(M', K)`: memory that finalize sends from. None: to a workspace."""
+    """The output of experts that reduce, `(M', K)`, in memory that finalize sends from. None: they write to a workspace."""
     handle: DispatchHandle
 
 
 class FusedMoEPrepareAndFinalizeModular(ABC):
-    """Quantise and dispatch before the experts; combine after them. Holds no state of a batch: handles do."""
+    """Quantises and dispatches before the experts, and combines after them. Only handles hold a batch's state."""
 
     capability: ClassVar[PrepareFinalizeCapability]
 
@@ -90,82 +93,89 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return self.capability.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """What the library underneath takes. Callers always pass int32; a backend widens inside itself."""
+        """Returns the library's dtype of ids. Callers always pass int32, and a backend widens it itself."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Most rows a rank may pass to one prepare, the same on all ranks."""
+        """Returns the most rows that a rank may pass to one prepare, the same on all ranks."""
         return self.options.max_tokens_per_rank
 
     def num_dispatchers(self) -> int:
-        """How many ranks may send rows to this one, itself included."""
+        """Returns how many ranks may send rows to this one, itself included."""
         return self.ranks.world_size
 
     def num_local_experts(self) -> int:
-        """Physical experts whose weights this rank holds."""
+        """Returns the number of physical experts whose weights this rank holds."""
         return self.spec.layout.counts[self.ranks.rank]
 
     def max_rows(self) -> int:
-        """Most rows that prepare can return, in BatchedExperts of one expert (T): what workspaces are reserved for."""
+        """Returns the most rows that prepare can return, in BatchedExperts those of one expert (T). It sizes the workspaces."""
         return self.options.max_tokens_per_rank * self.num_dispatchers()
 
     def has_prepare_no_receive(self) -> bool:
         return self.capability.async_receive
 
     def why_not_reduce(self, reduce: TopKWeightAndReduce) -> str | None:
-        """Why finalize cannot do what these experts leave to it; None: it can. Asked once, when a kernel is made."""
+        """Returns the reason why finalize cannot do the work that these experts leave to it, or None.
+
+        It is called once, when a kernel is made.
+        """
         return None
 
     @abstractmethod
     def prepare(
         self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
     ) -> Prepared:
-        """Dispatch `x_MK` `(M, K)` contiguous with physical ids.
+        """Dispatches `x_MK` `(M, K)`, contiguous, with physical ids.
 
-        tokens_per_rank: M of every rank where the caller knows it (a scheduler does); None: the backend exchanges it.
+        tokens_per_rank: M of every rank, if the caller knows it (a scheduler does). None: the backend exchanges it.
         """
 
     def prepare_no_receive(
         self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
     ) -> Receiver[Prepared]:
-        """Start the dispatch. The receiver, called once, waits for it. `x_MK` must stay unchanged until then."""
+        """Starts the dispatch. The receiver, called once, waits for it. `x_MK` must stay unchanged until then."""
         raise NotImplementedError(f"{type(self).__name__} has no asynchronous dispatch: see has_prepare_no_receive()")
 
     @abstractmethod
     def finalize(
         self, handle: DispatchHandle, y: torch.Tensor, *, reduce: TopKWeightAndReduce, out_MK: torch.Tensor
     ) -> torch.Tensor:
-        """Combine the experts' `y` into `out_MK` `(M, K)` for the tokens this rank passed to prepare; returns it.
+        """Combines the experts' `y` into `out_MK` `(M, K)` for the tokens that this rank passed to prepare, and returns it.
 
-        `reduce`: what the experts left to do. The backend does it where it is cheapest.
+        reduce: the work that the experts left to finalize. The backend does it at the cheapest place.
         """
 
     def finalize_no_wait(
         self, handle: DispatchHandle, y: torch.Tensor, *, reduce: TopKWeightAndReduce, out_MK: torch.Tensor
     ) -> Receiver[torch.Tensor]:
-        """Start the combine; the receiver waits for it. Default: combine now, the receiver hands the result over."""
+        """Starts the combine. The receiver waits for it. By default the combine runs now and the receiver returns its result."""
         out = self.finalize(handle, y, reduce=reduce, out_MK=out_MK)
         return Receiver(self.book, lambda: out)
 
     def check(self) -> None:
-        """Raise RankFailed when an earlier step is known to have failed on the device. Never blocks; call it again after
-        waiting for the device, when everything is known."""
+        """Raises RankFailed when an earlier step is known to have failed on the device. It never blocks.
+
+        Call it again after waiting for the device: every failure is known then.
+        """
 
     def interrupt(self) -> None:
-        """From another thread: a rank is gone, so end every wait for it on the device now. The step's result is void, and
-        `check` raises RankFailed. Default: nothing, for libraries whose waits end otherwise."""
+        """Ends every wait for a lost rank on the device now. Another thread calls it.
+
+        The step's result is void, and `check` raises RankFailed. The default does nothing: some libraries' waits end otherwise.
+        """
 
     def abandon(self) -> None:
-        """Forget outstanding handles after an error that ended the group, so that close() does not complain."""
+        """Forgets outstanding handles after an error that ended the group, so that close() does not complain."""
         self.book.forget()
 
     def close(self) -> None:
-        """Collective. Frees buffers. Raises HandleError when a handle or receiver was never used."""
+        """Frees buffers. Collective. Raises HandleError when a handle or receiver was never used."""
         self.book.close()
 
 
 class All2AllManager(ABC):
-    """Sets a communication library up once for a rank and gives out prepare/finalize objects, memoised."""
+    """Sets a communication library up once for a rank and gives out memoised prepare/finalize objects."""
 
     prepare_finalize: ClassVar[type[FusedMoEPrepareAndFinalizeModular]]
 
@@ -175,16 +185,16 @@ class All2AllManager(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this backend cannot run on this machine (a package, a device, a link), or None when it can."""
+        """Returns the reason why this backend cannot run on this machine (a package, a device, a link), or None when it can."""
         return None
 
     @classmethod
     def buffer_bytes(cls, spec: LayerSpec, options: PrepareFinalizeOptions) -> int:
-        """Device memory that `get_handle` will take on each rank; checked before allocation and shown by `plan`."""
+        """Returns the device memory that `get_handle` takes on each rank. It is checked before allocation and shown by `plan`."""
         return 0
 
     def get_handle(self, spec: LayerSpec, options: PrepareFinalizeOptions) -> FusedMoEPrepareAndFinalizeModular:
-        """Collective on first use of a configuration."""
+        """Returns the prepare/finalize object of a configuration. Collective on the first use of that configuration."""
         key = (spec, options)
         if key not in self._made:
             self._made[key] = self.make(spec, options)
@@ -202,27 +212,27 @@ class All2AllManager(ABC):
             made.abandon()
 
     def destroy(self) -> None:
-        """Collective and explicit; there is no destructor."""
+        """Closes all objects and the library. Collective and explicit: there is no destructor."""
         while self._made:
             self._made.popitem()[1].close()
 
 
 class FusedMoEExpertsModular(ABC):
-    """permute, x W1, activation and multiply, quantise, x W2, unpermute, and where it pays weight and reduce.
+    """Computes permute, x W1, activation and multiply, quantise, x W2, unpermute, and, if it pays, weight and reduce.
 
-    One object serves every layer of one shape; the weights come with each call.
+    One object serves every layer of one shape. The weights come with each call.
     """
 
     capability: ClassVar[ExpertsCapability]
     tunes: ClassVar[bool] = False
-    """Has variants of its kernels among which `tune` chooses by measurement."""
+    """The class has variants of its kernels, and `tune` chooses among them by measurement."""
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this backend cannot run on this machine, or None when it can."""
+        """Returns the reason why this backend cannot run on this machine, or None when it can."""
         return None
 
     @classmethod
@@ -234,12 +244,12 @@ class FusedMoEExpertsModular(ABC):
         return cls.capability.supports_expert_map
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Once after loading: repack what the kernels want. The result may share memory with `weights`."""
+        """Repacks the weights for the kernels, once after loading. The result may share memory with `weights`."""
         return weights
 
     @abstractmethod
     def workspace_shapes(self, num_rows: int, top_k: int, num_experts: int, capacity: int = 0) -> WorkspaceShapes:
-        """For `num_rows` = M' rows in Standard format, or `num_experts` x `capacity` = e x T in BatchedExperts."""
+        """Returns the shapes for `num_rows` = M' rows in Standard format, or `num_experts` x `capacity` = e x T in batched."""
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce: ...
@@ -248,22 +258,28 @@ class FusedMoEExpertsModular(ABC):
     def apply(
         self, output: torch.Tensor, prepared: Prepared, *, weights: ExpertWeights, workspace: Workspace
     ) -> torch.Tensor:
-        """Write the result to `output`, whose shape `workspace_shapes` gave, and return it."""
+        """Writes the result to `output`, whose shape `workspace_shapes` gave, and returns it."""
 
     def use(self, tuning: Tuning) -> None:
-        """Where variants come from; right after the constructor, if at all. Raises ConfigError where a named file is wrong."""
+        """Sets the source of variants. It is called right after the constructor or never.
+
+        Raises ConfigError when a named file is wrong.
+        """
 
     def tune(self, weights: ExpertWeights, max_rows: int) -> None:
-        """Measure variants for batches of up to `max_rows` rows within the budget of `use`. Before workspaces are reserved and
-        before `warm_up`, since both depend on the choice. Not collective; a second call measures nothing."""
+        """Measures variants for batches of up to `max_rows` rows within the budget of `use`. Not collective.
+
+        It runs before workspaces are reserved and before `warm_up`, since both depend on the choice. A second call measures
+        nothing.
+        """
 
     def variant(self) -> str:
-        """Names the choice that `tune` or a file made, for keys of measured times; empty: there was none."""
+        """Returns the name of the choice that `tune` or a file made, for keys of measured times. Empty: there was none."""
         return ""
 
     def explain(self) -> list[str]:
-        """What was chosen by measurement and why, in sentences for the log and `GetStatus`."""
+        """Returns the measured choices and their reasons, in sentences for the log and `GetStatus`."""
         return []
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
-        """Compile and measure whatever `apply` may need up to `max_rows`; nothing may compile afterwards."""
+        """Compiles and measures everything that `apply` may need up to `max_rows`. Nothing may compile afterwards."""

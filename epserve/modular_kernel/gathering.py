@@ -1,4 +1,4 @@
-"""Small values of every rank on every rank, as JSON in tensors: nothing that a rank receives is unpickled."""
+"""Exchanges small values between all ranks, as JSON in tensors: a rank unpickles nothing that it receives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from epserve.errors import RankFailed
 from .contracts import RankContext
 
 MAX_BYTES = 1 << 24
-"""Of one rank's value. The tables of times of a large model take some KB."""
+"""The largest value of one rank, as JSON. A large model's tables of times have a few KB."""
 
 
 def gather(ranks: RankContext, value: Any) -> list[Any]:
-    """Every rank's value, in rank order, as JSON gives it back: lists for tuples, text for keys. Collective.
+    """Returns every rank's value, in rank order, after a JSON round trip: lists for tuples, text for keys. Collective.
 
-    Raises RankFailed where another rank does not answer or sends no JSON.
+    Raises RankFailed when another rank does not answer or sends no JSON.
     """
     text = json.dumps(value).encode()
     if ranks.world_size == 1:

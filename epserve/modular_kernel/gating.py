@@ -1,4 +1,4 @@
-"""What a model's gate computes and holds, as data. `epserve.rank.gate` computes it; checkpoints and kernels describe it.
+"""Describes a model's gate as data. `epserve.rank.gate` computes it. Checkpoints and kernels describe it.
 
 Legend: K hidden size, E logical experts, t = top-k.
 """
@@ -17,34 +17,36 @@ GROUP_SCORES = ("max", "top2_sum")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSpec:
-    """How one model's gate computes, as data.
+    """Describes the computation of one model's gate.
 
-    scoring: "softmax" or "sigmoid" over all experts and then top-k; "softmax_of_topk": top-k of the logits, then a softmax
-    over the chosen ones (gpt-oss). "client": the service has no gate of this model, ids and weights come with each request.
-    num_groups, top_groups: experts are chosen only from the `top_groups` best of `num_groups` groups of consecutive
-    experts; a group's score is the maximum ("max") or the sum of the two best ("top2_sum") of its experts.
+    Args:
+        scoring: "softmax" or "sigmoid" over all experts and then top-k. "softmax_of_topk": top-k of the logits, then a softmax
+            over the chosen ones (gpt-oss). "client": the service has no gate of this model, and ids and weights come with
+            each request.
+        num_groups, top_groups: experts are chosen only from the `top_groups` best of `num_groups` groups of consecutive
+            experts. A group's score is the maximum ("max") or the sum of the two best ("top2_sum") of its experts.
     """
 
     top_k: int
     scoring: str = "softmax"
     renormalise: bool = False
-    """Divide the chosen weights by their sum."""
+    """The chosen weights are divided by their sum."""
     renormalise_epsilon: float = 0.0
-    """Added to that sum; DeepSeek-V3 has 1e-20."""
+    """This number is added to that sum. DeepSeek-V3 has 1e-20."""
     num_groups: int = 1
     top_groups: int = 1
     group_score: str = "max"
     correction_bias: bool = False
-    """A bias per expert is added for the choice only; the weights come from the plain scores (DeepSeek-V3)."""
+    """A bias per expert is added for the choice only. The weights come from the plain scores (DeepSeek-V3)."""
     routed_scaling_factor: float = 1.0
     logits_float32: bool = False
-    """The router's matrix product in float32 (DeepSeek); otherwise in the dtype of the hidden states."""
+    """The router's matrix product is in float32 (DeepSeek). Otherwise it is in the dtype of the hidden states."""
     round_weights: bool = False
-    """Round the weights to the dtype of the logits (Qwen, OLMoE); otherwise they stay float32 (Mixtral, DeepSeek)."""
+    """The weights are rounded to the dtype of the logits (Qwen, OLMoE). Otherwise they stay float32 (Mixtral, DeepSeek)."""
     sorted: bool = True
-    """Slots in descending order of score; False leaves torch.topk's own order."""
+    """Slots are in descending order of score. False leaves torch.topk's own order."""
     refusal: str = ""
-    """Why the scoring is "client" although the family has a gate here: what its configuration asks for that is not computed."""
+    """The reason why the scoring is "client" although the family has a gate: the setting that the service does not compute."""
 
     def __post_init__(self):
         if self.scoring not in SCORINGS:
@@ -59,7 +61,7 @@ class GateSpec:
             raise ConfigError("gate scoring 'softmax_of_topk' has neither groups nor a correction bias")
 
     def check_experts(self, num_experts: int) -> None:
-        """Raises ConfigError where this gate cannot choose among `num_experts`."""
+        """Raises ConfigError when this gate cannot choose among `num_experts`."""
         if self.top_k > num_experts:
             raise ConfigError(f"top_k {self.top_k} is more than the {num_experts} experts")
         if num_experts % self.num_groups:
@@ -74,10 +76,12 @@ class GateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateWeights:
-    """`weight_EK`: the model's dtype, or float32 where the spec says `logits_float32` (there the product is in float32
-    whatever the weight is held in); `bias_E` likewise.
+    """Holds the tensors of one gate.
 
-    `correction_bias_E`: float32, there exactly when `GateSpec.correction_bias`.
+    Args:
+        weight_EK: in the model's dtype, or in float32 if the spec has `logits_float32` (the product is in float32 then).
+        bias_E: in the same dtype.
+        correction_bias_E: float32. It is there exactly when `GateSpec.correction_bias` is true.
     """
 
     weight_EK: torch.Tensor

@@ -1,4 +1,4 @@
-"""Dispatch handles and receivers: opaque, single-use, owned by the backend that made them."""
+"""Defines dispatch handles and receivers. They are opaque, single-use, and owned by the backend that made them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class HandleBook:
-    """Knows which handles and receivers of one prepare/finalize object are outstanding. Bookkeeping only: no batch state."""
+    """Counts the outstanding handles and receivers of one prepare/finalize object. It holds no state of a batch."""
 
     def __init__(self, owner: str):
         self.owner, self.closed = owner, False
@@ -35,7 +35,7 @@ class HandleBook:
             raise HandleError(f"{kind} of {self.owner} used twice: each {kind} is good for one use")
 
     def forget(self) -> None:
-        """Drop what is outstanding, after an error that ends the group."""
+        """Drops everything outstanding, after an error that ends the group."""
         self._open.clear()
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class HandleBook:
 
 
 class DispatchHandle:
-    """What finalize needs to send rows home. Nobody but the backend that made it reads it, and only once."""
+    """Holds the backend's state that finalize needs to send rows home. Only the backend that made it reads it, and only once."""
 
     __slots__ = ("_book", "_state", "_ticket")
 
@@ -57,7 +57,7 @@ class DispatchHandle:
         self._book, self._state, self._ticket = book, state, book.open("dispatch handle")
 
     def take(self, book: HandleBook) -> Any:
-        """The backend's state; raises HandleError on a second use, after close, or by another backend."""
+        """Returns the backend's state. Raises HandleError on a second use, after close, or by another backend."""
         if book is not self._book:
             raise HandleError(f"dispatch handle of {self._book.owner} given to {book.owner}")
         self._book.take(self._ticket, "dispatch handle")
@@ -66,7 +66,7 @@ class DispatchHandle:
 
 
 class Receiver(Generic[T]):
-    """The second half of a started transfer: call it once, later, for the result."""
+    """Ends a started transfer: it is called once, later, for the result."""
 
     __slots__ = ("_book", "_finish", "_ticket")
 

@@ -1,4 +1,4 @@
-"""The fused-MoE modular kernel: prepare -> workspaces -> experts -> finalize, and nothing else."""
+"""Runs the fused-MoE modular kernel: prepare -> workspaces -> experts -> finalize, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .types import ExpertWeights, FusedMoEActivationFormat, Routing
 from .workspace import Workspaces, WorkspaceShapes
 
 SharedExperts = Callable[[torch.Tensor], torch.Tensor]
-"""`(M, K)` -> `(M, K)`. One with a method `begin`, `(M, K)` -> what finishes it, runs in two halves: beside the dispatch and
-beside the combine."""
+"""A function `(M, K)` -> `(M, K)`. A method `begin`, which takes `(M, K)` and returns a function for the rest, splits it into two
+halves: one runs beside the dispatch, the other beside the combine."""
 
 
 class FusedMoEModularKernel:
-    """One prepare/finalize and one experts object that fit, and the workspaces between them.
+    """Joins one prepare/finalize and one experts object that fit, with the workspaces between them.
 
-    Serves every layer of its shape: the weights come with each call.
+    It serves every layer of its shape: the weights come with each call.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class FusedMoEModularKernel:
         self.workspaces = workspaces or Workspaces(pf.ranks.device)
         self.top_k, self.quant = pf.spec.shape.top_k, pf.spec.quant
         self.on_phase: Callable[[str], object] = lambda phase: None
-        """Called with "prepare", "experts" and "finalize" as each begins: for clocks, and for errors that say where."""
+        """Receives "prepare", "experts" and "finalize" as each phase begins, for clocks and for errors that name the phase."""
 
     def workspace_shapes(self, prepared: Prepared | None = None) -> WorkspaceShapes:
-        """For one batch, or for the largest one that prepare can return."""
+        """Returns the shapes for one batch, or for the largest batch that prepare can return."""
         pf = self.prepare_finalize
         if pf.activation_format() is FusedMoEActivationFormat.Standard:
             rows = pf.max_rows() if prepared is None else prepared.x.shape[0]
@@ -57,7 +57,7 @@ class FusedMoEModularKernel:
         return self.fused_experts.workspace_shapes(0, self.top_k, num_experts, capacity)
 
     def warm_up(self, weights: ExpertWeights) -> None:
-        """Choose kernel variants, reserve workspaces for the largest batch, let the experts compile and measure, then lock."""
+        """Chooses kernel variants, reserves workspaces for the largest batch, warms the experts up, and locks the workspaces."""
         self.fused_experts.tune(weights, self.prepare_finalize.max_rows())
         self.workspaces.reserve(self.workspace_shapes())
         self.fused_experts.warm_up(weights, self.prepare_finalize.max_rows())
@@ -72,12 +72,13 @@ class FusedMoEModularKernel:
         tokens_per_rank: Sequence[int] | None = None,
         shared_experts: SharedExperts | None = None,
     ) -> torch.Tensor:
-        """One step of one layer: `(M, K)` in, `(M, K)` out, in the dtype of `x_MK`. Collective.
+        """Runs one step of one layer: `(M, K)` in, `(M, K)` out, in the dtype of `x_MK`. Collective.
 
-        routing: physical ids, checked by the caller (see `check_routing`).
-        tokens_per_rank: M of every rank. A batch above the cap becomes rounds, as many on all ranks as the longest
-        needs; without this argument the ranks agree on the number by an all-reduce first.
-        shared_experts: run while rows are under way, see `SharedExperts`; their result is added to the output.
+        Args:
+            routing: physical ids, checked by the caller (see `check_routing`).
+            tokens_per_rank: M of every rank. A batch above the cap becomes rounds, and all ranks run as many as the longest
+                batch needs. Without this argument the ranks agree on the number by an all-reduce first.
+            shared_experts: run while rows are under way, see `SharedExperts`. Their result is added to the output.
         """
         x_MK = x_MK.contiguous()
         out_MK = torch.empty_like(x_MK)
@@ -127,7 +128,7 @@ class FusedMoEModularKernel:
         out_MK += shared_MK
 
     def run_experts(self, prepared: Prepared, weights: ExpertWeights, workspaces: Workspaces) -> torch.Tensor:
-        """What the experts make of one batch; it lies in `prepared.output` or in `workspaces`, until they are used again."""
+        """Returns the experts' result for one batch, in `prepared.output` or in `workspaces`, until they are used again."""
         self.on_phase("experts")
         shapes = self.workspace_shapes(prepared)
         workspace, output = workspaces.carve(shapes), prepared.output
@@ -137,7 +138,7 @@ class FusedMoEModularKernel:
 
 
 def begin(shared_experts: SharedExperts, x_MK: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What has two halves does its first one now, anything else all of it."""
+    """Runs the first half of `shared_experts` now, or all of it if it has no halves. Returns a function for the rest."""
     halves = getattr(shared_experts, "begin", None)
     if halves is not None:
         return halves(x_MK)
@@ -146,9 +147,9 @@ def begin(shared_experts: SharedExperts, x_MK: torch.Tensor) -> Callable[[], tor
 
 
 def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, num_experts: int) -> Routing:
-    """The door's check of routing that came from outside; ids become int32.
+    """Checks routing that a client sent, and returns it with int32 ids.
 
-    Raises InvalidRequest that names the field, what came and what is allowed.
+    Raises InvalidRequest that names the field, the value and the allowed values.
     """
     if ids.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.int8):
         raise InvalidRequest(f"topk_ids: dtype {ids.dtype} is not an integer type; send int32", field="topk_ids")
@@ -162,12 +163,12 @@ def check_routing(ids: torch.Tensor, weights: torch.Tensor, *, num_tokens: int, 
     if not weights.dtype.is_floating_point:
         raise InvalidRequest(f"topk_weights: dtype {weights.dtype} is not a float type", field="topk_weights")
     weights = weights.float()
-    given, values = ids.cpu().numpy(), weights.cpu().numpy()  # for a few tokens ten times quicker than torch
+    given, values = ids.cpu().numpy(), weights.cpu().numpy()  # for a few tokens NumPy is ten times quicker than torch
     if given.size and (given.min() < -1 or given.max() >= num_experts):
         bad = int(given[(given < -1) | (given >= num_experts)][0])
         text = f"topk_ids: id {bad} is outside 0..{num_experts - 1} (-1 means no expert)"
         raise InvalidRequest(text, field="topk_ids")
-    # The weight of an id of -1 may be anything; looking at all of them first is quicker for the many that have none.
+    # The weight of an id of -1 may be anything. Most requests have no such id, and a first look at all weights is quicker.
     if not np.isfinite(values).all() and not np.isfinite(values[given >= 0]).all():
         row, column = np.argwhere(~np.isfinite(values) & (given >= 0))[0].tolist()
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Method classes: one for each way in which a checkpoint stores its experts. They make and join the kernel's parts."""
+"""Defines method classes: one for each way in which a checkpoint stores its experts. They make and join the kernel's parts."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SliceManager = Callable[[RankContext, type[All2AllManager], int], All2AllManager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backends:
-    """The registries to choose from and, in order of preference, what to try. Empty preferences: any that fits."""
+    """Holds the registries, and the names to try in order of preference. Empty preferences: any backend that fits."""
 
     all2all: Registry[All2AllManager]
     experts: Registry[FusedMoEExpertsModular]
     prefer_all2all: Sequence[str] = ()
     prefer_experts: Sequence[str] = ()
     by_slices: SliceManager | None = None
-    """What joins ranks that share each expert by slices, around an all-to-all of the registry."""
+    """The manager that joins ranks that share each expert by slices, around an all-to-all of the registry."""
     measuring: Measuring | None = None
-    """Set: all preferred experts that fit are candidates, and each batch takes the one that was timed as fastest for it."""
+    """If set, all preferred experts that fit are candidates, and each batch takes the candidate with the best time for it."""
     tuning: Tuning = Tuning()
-    """Where kernel variants of one backend come from; `every_row` is set here, by what the all-to-all delivers."""
+    """The source of one backend's kernel variants. The method sets `every_row` by the rows that the all-to-all delivers."""
 
 
 def _made(backend: type[FusedMoEExpertsModular], spec: LayerSpec, tuning: Tuning) -> FusedMoEExpertsModular:
@@ -56,33 +56,33 @@ def _made(backend: type[FusedMoEExpertsModular], spec: LayerSpec, tuning: Tuning
 
 
 class FusedMoEMethodBase(ABC):
-    """How one quantisation method's layer is run. Subclasses say how their weights are stored."""
+    """Runs the layers of one quantisation method. Subclasses define the storage of their weights."""
 
     EXPERTS: ClassVar[str] = ""
-    """The one experts backend that this method multiplies with; empty: any that fits."""
+    """The only experts backend that this method multiplies with. Empty: any that fits."""
     QUANT_METHODS: ClassVar[tuple[str, ...]] = ()
-    """What checkpoints of this method call it in their configuration."""
+    """The names of this method in the configuration of checkpoints."""
 
     def __init__(self, spec: LayerSpec, backends: Backends):
         self.spec, self.backends = spec, backends
         self.kernel: FusedMoEModularKernel | None = None
         self.experts: FusedMoEExpertsModular | None = None
-        """Made once; a kernel is made for each process group."""
+        """The experts object is made once. A kernel is made for each process group."""
         self.manager: All2AllManager | None = None
 
     @classmethod
     @abstractmethod
     def quant_config(cls) -> QuantConfig:
-        """The scheme that this method stores weights in."""
+        """Returns the scheme that this method stores weights in."""
 
     @classmethod
     def quant_configs(cls) -> tuple[QuantConfig, ...]:
-        """Every scheme that this method's layers may have."""
+        """Returns every scheme that this method's layers may have."""
         return (cls.quant_config(),)
 
     @staticmethod
     def create_weights(sizes: ExpertSizes, quant: QuantConfig, num_experts: int, device: torch.device) -> ExpertWeights:
-        """Of this rank's experts, in slot order; `load_weights` fills them."""
+        """Allocates the weights of this rank's experts, in slot order. `load_weights` fills them."""
         return empty_weights(sizes, quant, num_experts, device)
 
     @classmethod
@@ -97,15 +97,20 @@ class FusedMoEMethodBase(ABC):
         quant: QuantConfig,
         interleaved: bool = False,
     ) -> None:
-        """One matrix of one expert into its slot: `weight` `(out, in)` and its scales, as the checkpoint stores them.
+        """Writes one matrix of one expert into its slot.
 
-        role: see `slot_view`; gate comes before up. Raises CheckpointError for what is missing or of the wrong shape.
+        Args:
+            role: a role of `slot_view`. gate comes before up.
+            matrix: `weight` `(out, in)` and its scales, as the checkpoint stores them.
+
+        Raises:
+            CheckpointError: a tensor is missing or has the wrong shape.
         """
 
     def maybe_make_prepare_finalize(
         self, ranks: RankContext, options: PrepareFinalizeOptions
     ) -> FusedMoEPrepareAndFinalizeModular | None:
-        """The first preferred all-to-all that some experts class fits; None when the spec has nothing to dispatch."""
+        """Makes the first preferred all-to-all that some experts class fits. Returns None when the spec has no experts."""
         if self.spec.shape.num_experts == 0:
             return None
         reasons = []
@@ -131,11 +136,14 @@ class FusedMoEMethodBase(ABC):
         return self.backends.by_slices(ranks, manager, slices)
 
     def select_gemm_impl(self, prepare_finalize: FusedMoEPrepareAndFinalizeModular) -> FusedMoEExpertsModular:
-        """The first preferred experts class that fits `prepare_finalize`; Incompatible lists why each does not."""
+        """Makes the first preferred experts class that fits `prepare_finalize`, or measured selection among all that fit.
+
+        Raises Incompatible with each backend's reasons.
+        """
         return self._experts_of(prepare_finalize.capability, type(prepare_finalize).__name__)
 
     def make_experts(self, prepare_finalize: type[FusedMoEPrepareAndFinalizeModular]) -> FusedMoEExpertsModular:
-        """As `select_gemm_impl`, for an all-to-all that need not be there yet."""
+        """Does the same as `select_gemm_impl`, for an all-to-all that may not exist yet."""
         return self._experts_of(prepare_finalize.capability, prepare_finalize.__name__)
 
     def _experts_of(self, record: capability.PrepareFinalizeCapability, name: str) -> FusedMoEExpertsModular:
@@ -157,7 +165,7 @@ class FusedMoEMethodBase(ABC):
     def init_prepare_finalize(
         self, ranks: RankContext, options: PrepareFinalizeOptions, *, workspaces: Workspaces | None = None
     ) -> FusedMoEModularKernel:
-        """Make both parts and join them; experts of a former process group are kept. Collective."""
+        """Makes both parts and joins them. Experts of an earlier process group are kept. Collective."""
         prepare_finalize = self.maybe_make_prepare_finalize(ranks, options)
         assert prepare_finalize is not None, "a layer without experts needs no kernel"
         if self.experts is None:
@@ -166,12 +174,12 @@ class FusedMoEMethodBase(ABC):
         return self.kernel
 
     def process_weights_after_loading(self, weights: ExpertWeights) -> ExpertWeights:
-        """With everything that the experts class derives from them."""
+        """Returns the weights with everything that the experts class derives from them."""
         assert self.experts is not None, "init_prepare_finalize comes first"
         return self.experts.prepare_weights(weights)
 
     def experts_names(self) -> Sequence[str]:
-        """In order of preference."""
+        """Returns the names of the experts backends, in order of preference."""
         return self.backends.prefer_experts or self.backends.experts.names()
 
     def _experts_for(self, pf_capability) -> tuple[type[FusedMoEExpertsModular] | None, list[str]]:
@@ -193,7 +201,7 @@ class FusedMoEMethodBase(ABC):
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
-    """bf16, fp16 or fp32 weights, as the checkpoint has them."""
+    """Takes bf16, fp16 or fp32 weights as the checkpoint has them."""
 
     @classmethod
     def quant_config(cls) -> QuantConfig:

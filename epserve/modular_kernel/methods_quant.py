@@ -1,7 +1,7 @@
-"""Method classes of quantised checkpoints: how their libraries store a matrix, brought into `ExpertWeights`.
+"""Defines method classes of quantised checkpoints: they bring matrices from each library's layout into `ExpertWeights`.
 
-`load_weights` takes one matrix of one expert as the library stores it: `weight`, `weight_scale` and what else there is.
-Nothing is requantised, except where gate and up of one expert have a scale each and the kernels know one for both.
+`load_weights` takes one matrix of one expert as the library stores it: `weight`, `weight_scale` and further tensors.
+Nothing is requantised, except if gate and up of one expert have a scale each and the kernels take one for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Matrix = Mapping[str, torch.Tensor]
 
 
 class QuantizedMethod(FusedMoEMethodBase):
-    """One quantisation library's layout. `CONFIGS`: the schemes that its layers may have; the spec names one of them."""
+    """Reads one quantisation library's layout. `CONFIGS`: the schemes that its layers may have. The spec names one of them."""
 
     CONFIGS: ClassVar[tuple[QuantConfig, ...]]
 
@@ -45,7 +45,7 @@ class QuantizedMethod(FusedMoEMethodBase):
 
     @classmethod
     def converted(cls, matrix: Matrix, quant: QuantConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales as `QuantConfig` has them. Raises CheckpointError for what is missing or of another shape."""
+        """Returns codes and scales as `QuantConfig` has them. Raises CheckpointError for a tensor missing or of another shape."""
         codes, scale = _of(matrix, "weight"), _of(matrix, "weight_scale")
         if quant.scheme == "fp8_tensor":
             return codes, scale.float().reshape(())
@@ -73,7 +73,7 @@ class QuantizedMethod(FusedMoEMethodBase):
 
 
 class Fp8MoEMethod(QuantizedMethod):
-    """`quant_method: fp8`. In blocks (`weight_scale_inv`, DeepSeek), or per tensor (`weight_scale`, perhaps `input_scale`)."""
+    """Reads `quant_method: fp8`: blocks (`weight_scale_inv`, DeepSeek), or per tensor (`weight_scale`, perhaps `input_scale`)."""
 
     CONFIGS = (
         QuantConfig(scheme="fp8_block", dynamic=True),
@@ -84,7 +84,7 @@ class Fp8MoEMethod(QuantizedMethod):
 
 
 class CompressedTensorsW8A8Fp8MoEMethod(QuantizedMethod):
-    """compressed-tensors, e4m3: `weight_scale` `(rows, 1)` a channel with dynamic tokens, a scalar a tensor, or blocks."""
+    """Reads e4m3 of compressed-tensors: `weight_scale` `(rows, 1)` by channel with dynamic tokens, a scalar, or blocks."""
 
     CONFIGS = (
         QuantConfig(scheme="fp8_channel", dynamic=True),
@@ -95,7 +95,7 @@ class CompressedTensorsW8A8Fp8MoEMethod(QuantizedMethod):
 
 
 class CompressedTensorsW8A8Fp8MoECutlassMethod(CompressedTensorsW8A8Fp8MoEMethod):
-    """The same checkpoints, multiplied by CUTLASS alone: where that cannot run, the layer is refused with the reason."""
+    """Reads the same checkpoints for CUTLASS alone. If CUTLASS cannot run, the layer is refused with the reason."""
 
     EXPERTS = "cutlass"
 
@@ -109,14 +109,14 @@ class CompressedTensorsW8A8Fp8MoECutlassMethod(CompressedTensorsW8A8Fp8MoEMethod
 
 
 class CompressedTensorsW8A8Int8MoEMethod(QuantizedMethod):
-    """compressed-tensors, int8: a scale a channel, tokens quantised as they come."""
+    """Reads int8 of compressed-tensors: a scale for each channel. Tokens are quantised as they come."""
 
     CONFIGS = (QuantConfig(scheme="int8_channel", dynamic=True),)
     QUANT_METHODS = ("compressed-tensors",)
 
 
 class ModelOptFp8FusedMoE(QuantizedMethod):
-    """modelopt, e4m3: scalars `weight_scale` and `input_scale` a projection, or a scale a channel."""
+    """Reads e4m3 of modelopt: scalars `weight_scale` and `input_scale` for each projection, or a scale for each channel."""
 
     CONFIGS = (
         QuantConfig(scheme="fp8_tensor"),
@@ -127,7 +127,7 @@ class ModelOptFp8FusedMoE(QuantizedMethod):
 
 
 class ModelOptNvFp4FusedMoE(QuantizedMethod):
-    """nvfp4: two e2m1 a byte (the even one low), an e4m3 scale for 16, one float32 for all.
+    """Reads nvfp4: two e2m1 a byte (the even one low), an e4m3 scale for 16, one float32 for all.
 
     The two scales become one float32: modelopt's `weight_scale_2` multiplies, compressed-tensors' `weight_global_scale`
     divides. Activations stay in the model's dtype: `input_scale` is not used.
@@ -143,14 +143,14 @@ class ModelOptNvFp4FusedMoE(QuantizedMethod):
 
 
 class CompressedTensorsWNA16MoEMethod(QuantizedMethod):
-    """int4 of compressed-tensors, and of AWQ and GPTQ without zero points: codes with offset 8, a scale for each group."""
+    """Reads int4 of compressed-tensors, and of AWQ and GPTQ without zero points: codes with offset 8, a scale for each group."""
 
     CONFIGS = (QuantConfig(scheme="int4"),)
     QUANT_METHODS = ("compressed-tensors", "awq", "gptq")
 
 
 class Mxfp4MoEMethod(QuantizedMethod):
-    """mxfp4: two e2m1 a byte and a power of two (E8M0) for 32. gpt-oss has gate and up in turn, `_blocks` and `_scales`."""
+    """Reads mxfp4: two e2m1 a byte, a power of two (E8M0) for 32. gpt-oss has gate and up in turn, `_blocks` and `_scales`."""
 
     CONFIGS = (QuantConfig(scheme="mxfp4"),)
     QUANT_METHODS = ("mxfp4", "fp8", "modelopt", "compressed-tensors")
@@ -174,12 +174,15 @@ METHODS: tuple[type[FusedMoEMethodBase], ...] = (
     Mxfp4MoEMethod,
     CompressedTensorsW8A8Fp8MoECutlassMethod,
 )
-"""In order of preference among those of one scheme."""
+"""All method classes of quantised layers. Those of one scheme are in order of preference."""
 
 
 def method_for(scheme: str, experts_name: str = "", quant_method: str = "") -> type[FusedMoEMethodBase]:
-    """The method class whose weights are stored in `scheme`; of several the one of this `quant_method`, else the first in
-    METHODS. A class that multiplies with one experts backend alone is taken with that backend only."""
+    """Returns the method class whose weights are stored in `scheme`.
+
+    If several fit, the one of this `quant_method` is taken, otherwise the first in METHODS. A class that multiplies with one
+    experts backend alone is taken with that backend only.
+    """
     found = [method for method in METHODS if scheme in {config.scheme for config in method.quant_configs()}]
     if not found:
         known = sorted({config.scheme for method in METHODS for config in method.quant_configs()})
@@ -192,7 +195,7 @@ def method_for(scheme: str, experts_name: str = "", quant_method: str = "") -> t
 def with_input_scales(
     weights: ExpertWeights, first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]
 ) -> ExpertWeights:
-    """Static scales of activations, one for the layer: the largest of all its experts', whoever holds them."""
+    """Returns the weights with static scales of activations, one for the layer: the largest of all its experts on all ranks."""
 
     def largest(scales: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.stack([each.float().reshape(()) for each in scales]).max().reshape(1).to(weights.w13_eNK.device)
@@ -201,7 +204,7 @@ def with_input_scales(
 
 
 def nvfp4_scale(matrix: Matrix) -> torch.Tensor:
-    """The scales of 16 and the one of all, in the arithmetic of the tool that stored them: one float32 for 16."""
+    """Joins the scales of 16 and the one of all into one float32 for 16, in the arithmetic of the tool that stored them."""
     scale = _of(matrix, "weight_scale").float()
     if "weight_global_scale" in matrix:
         return scale / matrix["weight_global_scale"].float()
@@ -217,7 +220,7 @@ def _of(matrix: Matrix, key: str) -> torch.Tensor:
 def _one_scale_for_both(
     weights: ExpertWeights, slot: int, codes: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The up projection's codes and the larger scale of gate and up; codes of the other one are rounded to it."""
+    """Returns the up projection's codes and the larger scale of gate and up. The codes of the other one are rounded to it."""
     assert weights.s13 is not None
     first = weights.s13[slot].to(scale.device)
     top = torch.maximum(first, scale)

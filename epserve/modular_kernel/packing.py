@@ -1,7 +1,7 @@
-"""How an experts class has packed a layer's weights, and the way back to rows.
+"""Describes the packing of a layer's weights by an experts class, and turns packed weights back into rows.
 
-Packed weights keep the shape and dtype of plain ones, so they take as much memory and replace them. Whatever moves experts
-between ranks moves plain rows: a rank that receives an expert packs it as its own backend wants it.
+Packed weights keep the shape and dtype of plain ones, so they take as much memory and replace them. Only plain rows move
+between ranks: a rank that receives an expert packs it for its own backend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Blocks of `rows` output rows that lie column by column, `run` columns of a row side by side.
+    """Describes blocks of `rows` output rows that lie column by column, with `run` columns of a row side by side.
 
     interleaved: rows of gate and up alternate in the first matrix.
     """
@@ -23,7 +23,7 @@ class Packing:
     interleaved: bool = False
 
     def plain(self, packed_NK: torch.Tensor, *, first: bool) -> torch.Tensor:
-        """One expert's matrix as `ExpertWeights` describes it, in new memory. first: it is the one of gate and up."""
+        """Returns one expert's matrix as `ExpertWeights` describes it, in new memory. first: it is the matrix of gate and up."""
         size, columns = packed_NK.shape
         blocks = packed_NK.view(size // self.rows, columns // self.run, self.rows, self.run)
         whole_NK = blocks.transpose(1, 2).reshape(size, columns)
@@ -33,6 +33,6 @@ class Packing:
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
-    """`(2N, ...)`, the rows of gate and then those of up -> gate and up in turn. `Packing.plain` undoes it."""
+    """Reorders `(2N, ...)` from rows of gate, then rows of up, to gate and up in turn. `Packing.plain` undoes it."""
     gate, up = rows.chunk(2)
     return torch.stack((gate, up), dim=1).flatten(0, 1)

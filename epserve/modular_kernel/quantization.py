@@ -1,4 +1,4 @@
-"""Quantisation as data: what the weights and the activations of a layer are stored in, and how their scales lie."""
+"""Describes quantisation as data: the storage of a layer's weights and activations, and the shapes of their scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 128  # DeepSeek's block side
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """Storage of weights and activations.
+    """Describes the storage of weights and activations.
 
     scheme            weights                 activations            s13, s2                       a1, a2
     ----------------  ----------------------  ---------------------  ----------------------------  -------------------
@@ -36,7 +36,7 @@ class QuantConfig:
     dynamic: bool = False
     group: int = 128
     scale_dtype: torch.dtype = torch.float32
-    """Of weights' scales in int4: the checkpoint's own."""
+    """The dtype of the weights' scales in int4: the checkpoint's own."""
 
     SCHEMES = ("none", "fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", "int4", "mxfp4", "nvfp4")
 
@@ -46,24 +46,24 @@ class QuantConfig:
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte."""
+        """Returns whether a byte holds two codes."""
         return self.scheme in ("int4", "mxfp4", "nvfp4")
 
     @property
     def stored(self) -> torch.dtype | None:
-        """Of the codes; None: the model's own dtype."""
+        """Returns the dtype of the codes. None: the model's own dtype."""
         if self.packed:
             return torch.uint8
         return {"none": None, "int8_channel": torch.int8}.get(self.scheme, FP8)
 
     @property
     def shared(self) -> int:
-        """So many neighbours of a row share a scale; 1: none, or all of a row."""
+        """Returns how many neighbours of a row share a scale. 1: none of them, or the whole row."""
         return {"fp8_block": BLOCK, "int4": self.group, "mxfp4": 32, "nvfp4": 16}.get(self.scheme, 1)
 
     @property
     def dispatch_dtype(self) -> torch.dtype | None:
-        """The dtype in which rows may be dispatched with their scales; None: only in the model's own dtype."""
+        """Returns the dtype in which rows may be dispatched with their scales. None: only in the model's own dtype."""
         return FP8 if self.scheme == "fp8_block" else None
 
 
@@ -71,7 +71,7 @@ UNQUANTIZED = QuantConfig()
 
 
 def quantise_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(..., K)` floats -> e4m3 `(..., K)` and float32 scales `(..., K/128)`, one for each 1x128 block of a row.
+    """Quantises floats `(..., K)` to e4m3 `(..., K)` and float32 scales `(..., K/128)`, one for each 1x128 block of a row.
 
     The scale is amax/448 (amax at least 1e-10, so that a block of zeros has a finite one). Each block is scaled by its
     own largest value only: neighbours, however large, change nothing. Raises ConfigError when K has a partial block.
@@ -85,5 +85,5 @@ def quantise_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_blocks(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The inverse of `quantise_blocks`, in float32."""
+    """Inverts `quantise_blocks`, in float32."""
     return (x.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)

@@ -1,4 +1,4 @@
-"""Who multiplies by the routing weights and sums over a token's experts. The experts say which of these finalize must use.
+"""Multiplies by the routing weights and sums over a token's experts. The experts say which of these classes finalize uses.
 
 Sums are taken in float32 in the order of the slots (column 0 of the ids first), so they do not depend on timing.
 """
@@ -15,7 +15,7 @@ from .types import Routing
 class TopKWeightAndReduce(ABC):
     @abstractmethod
     def apply(self, y: torch.Tensor, routing: Routing, out_MK: torch.Tensor) -> torch.Tensor:
-        """Write the weighted sum of each token's local slots to `out_MK` `(M, K)` and return it."""
+        """Writes the weighted sum of each token's local slots to `out_MK` `(M, K)` and returns it."""
 
 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
@@ -26,7 +26,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """The experts left one row a slot: `y` is `(M, t, K)`; rows of slots whose id is -1 are undefined."""
+    """The experts left one row a slot: `y` is `(M, t, K)`. Rows of slots whose id is -1 are undefined."""
 
     def apply(self, y, routing, out_MK):
         return out_MK.copy_(weighted_sum(y, routing))
@@ -54,7 +54,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 def weighted_sum(y_MtK: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Float32 `(M, K)`: slots in column order, those with id -1 left out, whatever bytes their rows hold."""
+    """Returns float32 `(M, K)`. It adds slots in column order and skips slots with id -1, even if their rows hold NaN."""
     total = torch.zeros((y_MtK.shape[0], y_MtK.shape[2]), dtype=torch.float32, device=y_MtK.device)
     for slot in range(y_MtK.shape[1]):
         keep = (routing.ids_Mt[:, slot] >= 0)[:, None]

@@ -1,4 +1,4 @@
-"""A registry of backends: one name, one lazy factory. Its names are CLI choices, test parameters and table rows."""
+"""Keeps a registry of backends: one name, one lazy factory. Its names are CLI choices, test parameters and table rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Entry(Generic[T]):
     name: str
     summary: str
     load: Callable[[], type[T]]
-    """Imports the backend's file and returns its class. The file itself imports without its optional packages."""
+    """A function that imports the backend's file and returns its class. The file imports without its optional packages."""
     needs: str = ""
-    """A package that the file cannot even be imported without; where it is missing the name is not offered."""
+    """A package without which the file cannot even be imported. If it is missing, the name is not offered."""
 
 
 class Registry(Generic[T]):

@@ -1,4 +1,4 @@
-"""How an experts backend that has several variants of its kernels gets its choice of them."""
+"""Configures how an experts backend with several variants of its kernels chooses among them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Measured variants (tiles) of one backend. Whole backends are timed against each other by `selection`."""
+    """Configures measured variants (tiles) of one backend. `selection` times whole backends against each other."""
 
     folder: Path | None = None
-    """Tables that were tuned on this machine, read before the shipped one and written to; None: neither."""
+    """The folder of tables that were tuned on this machine, read before the shipped one and written to. None: neither."""
     file: Path | None = None
-    """A table that was named, in place of the folder's: it must be right, and what it has not is not measured."""
+    """A named table, in place of the folder's. It must be correct, and an entry that it lacks is not measured."""
     budget_s: float = 0.0
-    """Seconds that `tune` may take for what no table of this machine has, compiling included; 0: nothing is timed."""
+    """Seconds that `tune` may take for entries that no table of this machine has, with compiling. 0: nothing is timed."""
     thorough: bool = False
-    """All candidates, as `epserve tune` does; else few, as a start does."""
+    """All candidates are measured, as `epserve tune` does. Otherwise few are, as a start does."""
     again: bool = False
-    """Measure even what the folder has."""
+    """Entries are measured even if the folder has them."""
     every_row: bool = True
-    """Batches have rows without a local expert, too; else only rows with one at least."""
+    """Batches have rows without a local expert, too. Otherwise every row has at least one."""

@@ -1,4 +1,4 @@
-"""The values that pass between prepare, experts and finalize.
+"""Defines the values that pass between prepare, experts and finalize.
 
 Legend of suffixes: M tokens, K hidden size, N intermediate size, E physical experts of all ranks, e experts of this
 rank, T capacity per expert, t = top-k, R ranks.
@@ -19,21 +19,21 @@ from .packing import Packing
 
 
 class FusedMoEActivationFormat(enum.Enum):
-    """How activations lie between prepare and finalize."""
+    """Names the layout of activations between prepare and finalize."""
 
     Standard = "standard"
     """`(M, K)` rows with ids and weights `(M, t)`."""
     BatchedExperts = "batched_experts"
-    """`(e, T, K)` with `expert_num_tokens (e,)`; rows past the count are undefined."""
+    """`(e, T, K)` with `expert_num_tokens (e,)`. Rows past the count are undefined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Which experts each token goes to, and with which weight.
+    """Holds each token's experts and their weights.
 
-    `ids_Mt` int32, contiguous; -1 means "no expert" and its weight is ignored. Before prepare: physical expert ids,
-    0 .. E-1. In what prepare returns: local slots of this rank, 0 .. e-1; every other slot is -1.
-    `weights_Mt` float32, contiguous.
+    `ids_Mt`: int32, contiguous. -1 means "no expert", and its weight is ignored. Before prepare these are physical expert ids,
+    0 .. E-1. In the result of prepare they are local slots of this rank, 0 .. e-1, and every other slot is -1.
+    `weights_Mt`: float32, contiguous.
     """
 
     ids_Mt: torch.Tensor
@@ -49,10 +49,10 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """How many physical experts each rank holds. Rank r holds the ids `offsets[r] .. offsets[r+1]-1`; counts may differ.
+    """Holds each rank's number of physical experts. Rank r holds the ids `offsets[r] .. offsets[r+1]-1`. Counts may differ.
 
-    slices: so many ranks share each entry, each with a slice of all its experts (tensor parallelism): entry g is that of the
-    ranks g * slices .. (g + 1) * slices - 1, and "rank" means an entry wherever experts are counted.
+    slices: the number of ranks that share each entry, each with a slice of all its experts (tensor parallelism). Entry g belongs
+    to the ranks g * slices .. (g + 1) * slices - 1, and "rank" means an entry wherever experts are counted.
     """
 
     counts: tuple[int, ...]
@@ -68,7 +68,7 @@ class ExpertLayout:
 
     @classmethod
     def even(cls, num_experts: int, num_ranks: int, *, slices: int = 1) -> ExpertLayout:
-        """As even as it gets: the first `num_experts % num_ranks` ranks hold one more."""
+        """Returns the most even layout: the first `num_experts % num_ranks` ranks hold one more."""
         base, extra = divmod(num_experts, num_ranks)
         return cls(counts=tuple(base + (rank < extra) for rank in range(num_ranks)), slices=slices)
 
@@ -86,7 +86,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """The expert's non-linearity, as data.
+    """Describes the expert's non-linearity as data.
 
     kind: "silu", "gelu" (erf), "gelu_tanh", "relu2", "swigluoai" (gate * sigmoid(alpha * gate) * (up + 1)) or
     "swiglu_softcap" (cap(gate, alpha) * sigmoid(gate) * cap(up, limit) with cap(x, c) = c * tanh(x / c)).
@@ -103,7 +103,7 @@ class Activation:
 
     KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai")
     RARE = ("swiglu_softcap",)
-    """Known too, but a backend has them only where its capability record says so."""
+    """Kinds that a backend computes only if its capability record says so."""
     GATED_ONLY = ("swigluoai", "swiglu_softcap")
 
     def __post_init__(self):
@@ -113,7 +113,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """One rank's experts of one layer: weights, scales and everything derived from them, moved as one unit.
+    """Holds one rank's experts of one layer: weights, scales and everything derived from them, moved as one unit.
 
     `w13_eNK` `(e, 2N, K)`: the N rows of gate, then the N rows of up (`(e, N, K)` when not gated). `w2_eKN` `(e, K, N)`.
     `b13`, `b2`: optional biases `(e, 2N)`, `(e, K)`. `s13`, `s2`, `a1`, `a2`: scales of weights and activations, whose
@@ -131,16 +131,16 @@ class ExpertWeights:
     a1: torch.Tensor | None = None
     a2: torch.Tensor | None = None
     packing: Packing | None = None
-    """How `w13_eNK` and `w2_eKN` lie in memory after an experts class packed them; None: as rows."""
+    """The layout of `w13_eNK` and `w2_eKN` in memory after an experts class packed them. None: plain rows."""
     derived: dict = field(default_factory=dict, compare=False, repr=False)
-    """What an experts class made from these tensors (repacked weights, TMA descriptors), keyed by its own name."""
+    """Values that an experts class made from these tensors (repacked weights, TMA descriptors), keyed by its own name."""
 
     @property
     def num_experts(self) -> int:
         return self.w13_eNK.shape[0]
 
     def matrices(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two matrices of one expert as plain rows: views, or copies of packed ones."""
+        """Returns the two matrices of one expert as plain rows: views, or copies of packed ones."""
         w13_NK, w2_KN = self.w13_eNK[expert], self.w2_eKN[expert]
         if self.packing is None:
             return w13_NK, w2_KN
@@ -153,11 +153,11 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """The sizes of one MoE layer. `hidden` = K, `intermediate` = N, `num_experts` = E (physical), `top_k` = t."""
+    """Holds the sizes of one MoE layer. `hidden` = K, `intermediate` = N, `num_experts` = E (physical), `top_k` = t."""
 
     hidden: int
     intermediate: int
     num_experts: int
     top_k: int
     dtype: torch.dtype = torch.bfloat16
-    """Of the activations that enter and leave the layer."""
+    """The dtype of the activations that enter and leave the layer."""

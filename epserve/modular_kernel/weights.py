@@ -1,4 +1,4 @@
-"""Experts' tensors without contents, and the part of them that one stored matrix fills: what every loader writes into.
+"""Allocates experts' tensors, and gives loaders the part of them that one stored matrix fills.
 
 Legend: e experts, K hidden size, N intermediate size.
 """
@@ -20,7 +20,7 @@ FIELDS = {"": ("w13_eNK", "w2_eKN"), "bias": ("b13", "b2"), "scale": ("s13", "s2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSizes:
-    """Of one layer's experts. `dtype`: of activations, biases and weights that are not quantised."""
+    """Holds the sizes of one layer's experts. `dtype`: of activations, biases and weights that are not quantised."""
 
     hidden: int
     intermediate: int
@@ -30,12 +30,12 @@ class ExpertSizes:
 
     @property
     def rows(self) -> int:
-        """Of the first projection."""
+        """Returns the number of rows of the first projection."""
         return self.intermediate * (2 if self.activation.gated else 1)
 
 
 def why_not_stored(sizes: ExpertSizes, quant: QuantConfig) -> str:
-    """Why experts of these sizes have no form in this scheme; empty: they have one."""
+    """Returns the reason why experts of these sizes have no form in this scheme. Empty: they have one."""
     group = quant.shared
     if quant.scheme == "fp8_block":
         if sizes.activation.gated and sizes.intermediate % BLOCK:
@@ -46,7 +46,7 @@ def why_not_stored(sizes: ExpertSizes, quant: QuantConfig) -> str:
 
 
 def empty_weights(sizes: ExpertSizes, quant: QuantConfig, num_experts: int, device: torch.device) -> ExpertWeights:
-    """The stacked tensors of `num_experts` experts in `quant`, each allocated once, with undefined contents."""
+    """Returns the stacked tensors of `num_experts` experts in `quant`, each allocated once, with undefined contents."""
     if reason := why_not_stored(sizes, quant):
         raise ConfigError(reason)
     codes, fit = quant.stored or sizes.dtype, 2 if quant.packed else 1
@@ -82,10 +82,12 @@ def empty_weights(sizes: ExpertSizes, quant: QuantConfig, num_experts: int, devi
 def slot_view(
     weights: ExpertWeights, slot: int, role: str, *, transposed: bool = False, interleaved: bool = False
 ) -> torch.Tensor:
-    """The part of one slot that `role` fills, as a view whose elements come in the order of the file.
+    """Returns the part of one slot that `role` fills, as a view whose elements come in the order of the file.
 
-    role: gate, up, or both in one (gate_up); down; and each with "_bias" or "_scale". transposed: matrices are (in, out) there.
-    interleaved: the rows of gate_up alternate gate, up, gate, ...
+    Args:
+        role: gate, up, gate_up (both in one) or down, and each with "_bias" or "_scale".
+        transposed: the file's matrices are (in, out).
+        interleaved: the rows of gate_up alternate gate, up, gate, ...
     """
     matrix = next(name for name in ("gate_up", "gate", "up", "down") if role.startswith(name))
     kind = role.removeprefix(matrix).removeprefix("_")
@@ -103,7 +105,7 @@ def slot_view(
 
 
 def copy_part(target: torch.Tensor, value: torch.Tensor) -> None:
-    """float8 on the CPU is copied as bytes where both are the same: it has no strided copy of its own everywhere."""
+    """Copies `value` into `target`. float8 on the CPU is copied as bytes: some releases have no strided copy of it."""
     value = value.reshape(target.shape) if value.shape != target.shape else value
     if target.dtype == value.dtype and target.dtype == FP8:
         target.view(torch.uint8).copy_(value.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Scratch memory of the experts: two declared regions and the output, in one allocation that is reused and then locked."""
+"""Manages scratch memory of the experts: two declared regions and the output, in one allocation that is reused, then locked."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 
 from epserve.errors import TooLarge
 
-ALIGN = 256  # bytes; what cudaMalloc gives, so that TMA and vector loads may assume 16 everywhere
+ALIGN = 256  # bytes. cudaMalloc aligns alike, so that TMA and vector loads may assume 16 everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkspaceShapes:
-    """What one `apply` needs. Region 13 holds the first GEMM's result, region 2 what feeds and leaves the second one.
+    """Describes the memory that one `apply` needs.
 
-    The regions do not overlap, and the output lies apart from both: experts may read one while writing another.
+    Region 13 holds the first GEMM's result. Region 2 holds the second GEMM's input and result. The regions do not overlap, and
+    the output lies apart from both: experts may read one while writing another.
     """
 
     workspace13: tuple[int, ...]
     workspace2: tuple[int, ...]
     output: tuple[int, ...]
     dtype: torch.dtype
-    """Of the two regions."""
+    """The dtype of the two regions."""
     output_dtype: torch.dtype
 
     @property
@@ -40,7 +41,7 @@ class WorkspaceShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Tensors for one `apply`; their contents are undefined."""
+    """Holds the tensors for one `apply`. Their contents are undefined."""
 
     workspace13: torch.Tensor
     workspace2: torch.Tensor
@@ -48,9 +49,9 @@ class Workspace:
 
 
 class Workspaces:
-    """One growing allocation. `lock()` after warm-up: a larger request is then an error that names both sizes.
+    """Owns one growing allocation. After `lock()`, which follows warm-up, a larger request is an error that names both sizes.
 
-    NOTE: what `carve` returned last is overwritten by the next `carve`. Two batches in flight need two of these.
+    NOTE: the next `carve` overwrites the result of the last one. Two batches in flight need two of these objects.
     """
 
     def __init__(self, device: torch.device | str):
@@ -70,14 +71,14 @@ class Workspaces:
                 f"this batch needs {shapes.nbytes} bytes of workspace, {self.nbytes} were reserved at warm-up;"
                 " raise max_tokens_per_rank or send a smaller batch"
             )
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # free before growing: never hold both
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old memory is freed before it grows
         self._bytes = torch.empty(shapes.nbytes, dtype=torch.uint8, device=self.device)
 
     def lock(self) -> None:
         self.locked = True
 
     def poison(self) -> None:
-        """Fill with a pattern that is NaN in every float type: tests show with it that stale bytes change nothing."""
+        """Fills the memory with a pattern that is NaN in every float type. Tests show with it that stale bytes change nothing."""
         self._bytes.fill_(0xFF)
 
     def carve(self, shapes: WorkspaceShapes) -> Workspace:

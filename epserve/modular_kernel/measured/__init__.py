@@ -1,1 +1,1 @@
-"""Choices that are timed on the device: which backend serves which sizes of batches, and the times kept of it."""
+"""Chooses backends by times that are measured on the device, for each size of batches, and keeps those times."""

@@ -1,8 +1,8 @@
-"""Which all-to-all serves a step: measured at start-up on the ranks themselves, agreed between them, looked up by token count.
+"""Chooses the all-to-all of a step: measured at start-up on the ranks themselves, agreed between them, looked up by token count.
 
 A wrong choice is not a slow step but a hang: ranks that choose differently wait for each other in different libraries. So the
-choice is a pure function of `tokens_per_rank`, which every rank has in its step plan, over one table that all ranks hold alike:
-each candidate's time in it is that of its slowest rank.
+choice is a pure function of `tokens_per_rank`, which every rank has in its step plan, over one table that all ranks hold alike.
+In that table, each candidate's time is the time of its slowest rank.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ WARM_RUNS, REPEATS = 2, 5
 MIB = 1 << 20
 
 Run = Callable[[torch.Tensor, Routing, Sequence[int]], object]
-"""One collective step of a candidate: (`x_MK`, physical routing, tokens_per_rank)."""
+"""A function that runs one collective step of a candidate: (`x_MK`, physical routing, tokens_per_rank)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """The agreed table. `caps`: candidate -> most tokens of the busiest rank that it may get (None: any), in order of preference.
+    """Holds the agreed table.
 
-    `times`: bucket -> candidate -> seconds of the slowest rank. A candidate that a bucket lacks is not chosen there.
+    Args:
+        caps: candidate -> the most tokens of the busiest rank that it may get (None: any), in order of preference.
+        times: bucket -> candidate -> seconds of the slowest rank. A candidate that a bucket lacks is not chosen there.
     """
 
     caps: Mapping[str, int | None]
     times: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     num_ranks: int = 0
-    """So many ranks measured it; 0: it was made otherwise."""
+    """The number of ranks that measured the table. 0: it was made otherwise."""
 
     def __post_init__(self):
         if all(cap is not None for cap in self.caps.values()):
             raise ConfigError(f"one all-to-all candidate at least must take batches of any size, got {dict(self.caps)}")
 
     def choice(self, tokens_per_rank: Sequence[int]) -> str:
-        """The same on every rank: it depends on the arguments and on this table alone."""
+        """Returns the candidate for a step. It is the same on every rank: it depends on the arguments and on this table alone."""
         longest = max(tokens_per_rank)
         able = [name for name, cap in self.caps.items() if cap is None or longest <= cap]
         times = self.times.get(bucket_of(longest), {})
@@ -58,7 +60,7 @@ class Crossover:
         return min(timed, key=lambda name: times[name]) if timed else able[0]
 
     def explain(self) -> list[str]:
-        """A sentence for each bucket, for the log and `GetStatus`."""
+        """Returns a sentence for each bucket, for the log and `GetStatus`."""
         lines = []
         for bucket, times in sorted(self.times.items()):
             seen = ", ".join(
@@ -73,7 +75,7 @@ class Crossover:
 
 def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], caps: Mapping[str, int | None],
             *, most: int) -> Crossover:  # fmt: skip
-    """Collective. Time every candidate at every bucket up to `most` tokens a rank; all ranks return the same table."""
+    """Times every candidate at every bucket up to `most` tokens a rank. Collective: all ranks return the same table."""
     mine: dict[int, dict[str, float]] = {}
     for bucket in [each for each in BUCKETS if each <= most]:
         counts = (bucket,) * ranks.world_size
@@ -98,7 +100,7 @@ def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], 
 
 
 def slowest(of_ranks: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[int, dict[str, float]]:
-    """One table from those of all ranks: a step is as slow as its slowest rank."""
+    """Merges the tables of all ranks into one: a step is as slow as its slowest rank."""
     first = of_ranks[0]
     return {
         bucket: {name: max(times[bucket][name] for times in of_ranks) for name in first[bucket]} for bucket in first
@@ -106,9 +108,10 @@ def slowest(of_ranks: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[int, 
 
 
 def agree(ranks: RankContext, mine: Crossover | None, caps: Mapping[str, int | None]) -> Crossover | None:
-    """Collective: the table that some rank still has for these candidates, the same on all ranks; None: measure.
+    """Returns a table that some rank still has for these candidates, the same on all ranks, or None. Collective.
 
-    After a failure the survivors have one, perhaps of another number of ranks, and a newcomer has none.
+    After a failure the survivors have a table, perhaps of another number of ranks, and a newcomer has none. None: the ranks
+    have to measure.
     """
     told = gather(ranks, asdict(mine) if mine is not None else None)
     fitting = [
@@ -124,7 +127,10 @@ def _times_from_json(times: Mapping[str, Mapping[str, float]]) -> dict[int, dict
 
 
 def check_budget(asked: Mapping[str, int], limit: int, *, setting: str) -> None:
-    """asked: bytes of each candidate's buffers and of what they share. Raises ConfigError; limit 0: none."""
+    """Raises ConfigError when the candidates' buffers exceed the limit.
+
+    asked: bytes of each candidate's buffers and of their shared memory. limit: in bytes. 0: there is no limit.
+    """
     total = sum(asked.values())
     if limit and total > limit:
         parts = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in asked.items())
@@ -135,7 +141,7 @@ def check_budget(asked: Mapping[str, int], limit: int, *, setting: str) -> None:
 
 
 def example(spec: LayerSpec, num_tokens: int, ranks: RankContext) -> tuple[torch.Tensor, Routing]:
-    """Random rows of this rank, routed evenly over all experts."""
+    """Returns random rows of this rank, routed evenly over all experts."""
     generator = torch.Generator().manual_seed(1000 * num_tokens + ranks.rank)
     shape, device = spec.shape, ranks.device
     scores = torch.rand((num_tokens, shape.num_experts), generator=generator)
@@ -146,7 +152,7 @@ def example(spec: LayerSpec, num_tokens: int, ranks: RankContext) -> tuple[torch
 
 
 def meet(ranks: RankContext) -> None:
-    """All ranks start the next step together: else one would time another's delay."""
+    """Waits until all ranks are here, so that no rank times another's delay."""
     if ranks.world_size > 1:
         word = torch.zeros(1, device=ranks.device)
         dist.all_reduce(word, group=ranks.group)
@@ -156,7 +162,7 @@ def meet(ranks: RankContext) -> None:
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()  # NOTE: with what the host does: it is the host that waits in some of these libraries
+    start = time.perf_counter()  # NOTE: the time includes the host's work: in some of these libraries the host waits
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

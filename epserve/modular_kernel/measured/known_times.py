@@ -1,7 +1,7 @@
-"""Times that a process knows beside the file: what it measured for an earlier arrangement of the ranks, what other ranks told.
+"""Keeps measured times in the process: from an earlier arrangement of the ranks, and from other ranks.
 
-A layer's kernels are made anew for another number of ranks, while requests wait. What was measured is not measured again then:
-the same key gives the same times, and a key that differs in its numbers of experts alone gives times of which the order holds.
+A layer's kernels are made anew for another number of ranks, while requests wait. Measured times are then used again: the same
+key gives the same times. A key that differs only in its numbers of experts gives times whose order holds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTable:
-    """One measurement of the experts backends. `key`: everything that times depend on; `kin`: the same without how many experts
-    there are, on the rank and in all. `num_experts`: of the rank. `times`: bucket -> candidate -> seconds; `left_out`:
-    candidate -> why it serves nothing."""
+    """Holds one measurement of the experts backends.
+
+    Args:
+        key: everything that times depend on.
+        kin: the same without the numbers of experts, on the rank and in all.
+        num_experts: the experts of the rank.
+        times: bucket -> candidate -> seconds.
+        left_out: candidate -> the reason why it serves nothing.
+    """
 
     key: str
     kin: str
@@ -28,11 +34,11 @@ class KnownTable:
 
 
 class KnownTimes:
-    """Of one process. Empty at the start of a service, so that a start measures."""
+    """Collects the tables of one process. It is empty at the start of a service, so that a start measures."""
 
     def __init__(self) -> None:
         self.started = False
-        """Whether the service has run: then requests wait for whatever is measured."""
+        """The service has run. From then on, requests wait during each measurement."""
         self._tables: dict[str, KnownTable] = {}
         self._crossovers: dict[int, Crossover] = {}
 
@@ -44,7 +50,7 @@ class KnownTimes:
         self._tables |= {table.key: table for table in tables}
 
     def find(self, key: str, kin: str, num_experts: int) -> KnownTable | None:
-        """Of this key, else of the same kin with the most similar number of experts."""
+        """Returns the table of this key, otherwise the table of the same kin with the most similar number of experts."""
         if key in self._tables:
             return self._tables[key]
         alike = [table for table in self._tables.values() if table.kin == kin]
@@ -54,6 +60,6 @@ class KnownTimes:
         self._crossovers[table.num_ranks] = table
 
     def crossover(self, num_ranks: int) -> Crossover | None:
-        """That of so many ranks, else of the most similar number."""
+        """Returns the table of `num_ranks` ranks, otherwise the table of the most similar number."""
         nearest = min(self._crossovers, key=lambda known: abs(known - num_ranks), default=None)
         return None if nearest is None else self._crossovers[nearest]

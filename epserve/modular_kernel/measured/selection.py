@@ -1,9 +1,9 @@
-"""Measured selection: which experts backend serves which batch size is decided by timing the candidates on this device.
+"""Selects the experts backend for each size of batches by timing the candidates on this device.
 
-Buckets are powers of four of rows, so of tokens an expert, since a layer's experts are fixed. Times are kept in a file under a
-key that holds everything they depend on: device, driver, library versions, shape and quantisation. A later start with the
-same key measures nothing. The choice is each rank's own: what leaves the experts has one form whoever computed it, so ranks
-that choose differently still speak the same all-to-all.
+Buckets are powers of four of rows, and so of tokens an expert, since a layer's experts are fixed. Times are kept in a file
+under a key that holds everything they depend on: device, driver, library versions, shape and quantisation. A later start with
+the same key measures nothing. The choice is each rank's own: all candidates' results have one form, so ranks that choose
+differently still speak the same all-to-all.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from .times_cache import TimesCache, key_of
 LOG = logging.getLogger("epserve.selection")
 REPEATS = 5
 MARGIN = 1.05
-"""A candidate that comes later in the order of preference must be faster by this factor: noise must not decide."""
+"""A candidate later in the order of preference must be faster by this factor: noise must not decide."""
 APART = 0.15
-"""Relative L2 distance from the first candidate's result above which a candidate counts as broken. Two right ones in e4m3
-differ by some 0.05."""
+"""A candidate whose result is further than this from the first candidate's (relative L2 distance) counts as broken. Two correct
+results in e4m3 differ by about 0.05."""
 
 TOO_LONG = ""
-"""In place of a candidate's name, beside a budget that did not reach so far: not measured again with the same one."""
+"""Stands for a candidate's name where the budget was spent before the bucket. The same budget does not measure it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """`budget_s`: seconds that timing may take, compiling apart; 0: nothing is timed. `cache`: file of times, None: none.
+    """Configures the measurement.
 
-    `again`: measure even what the file has. `overrides`: bucket -> candidate, not measured. `known`: what is known beside the
-    file; with times of the same kin in it, nothing is timed.
+    Args:
+        budget_s: the seconds that timing may take, without compiling. 0: nothing is timed.
+        cache: the file of times. None: there is none.
+        again: buckets are measured even if the file has them.
+        overrides: bucket -> candidate. These buckets are not measured.
+        known: the times that the process knows beside the file. If they have times of the same kin, nothing is timed.
     """
 
     budget_s: float = 3.0
@@ -61,7 +65,10 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`backend` computes batches of about `rows` rows, the last choice all larger ones, too. `seconds`: what was measured."""
+    """Records that `backend` computes batches of about `rows` rows. The last choice computes all larger batches, too.
+
+    `seconds`: the measured times.
+    """
 
     rows: int
     backend: str
@@ -69,10 +76,10 @@ class Choice:
 
 
 class MeasuredExperts(FusedMoEExpertsModular):
-    """Several experts objects of Standard format behind one: `apply` takes the one that was fastest for the batch's bucket.
+    """Joins several experts objects of Standard format: `apply` takes the one that was fastest for the batch's bucket.
 
-    Keeps no state of a batch: several may be in flight, each in its own workspace. Before `warm_up` the first candidate
-    serves everything; the order is that of preference.
+    It keeps no state of a batch: several may be in flight, each in its own workspace. Before `warm_up` the first candidate
+    serves everything. The order is the order of preference.
     """
 
     FORMAT = FusedMoEActivationFormat.Standard
@@ -86,7 +93,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         every_row: bool = True,
         timer: Timer | None = None,
     ):
-        """every_row: prepare delivers rows without a local slot, too (as a gather does); else only rows with one at least."""
+        """every_row: prepare delivers rows without a local slot, too (as a gather does). False: only rows with a local slot."""
         super().__init__(spec)
         if not candidates:
             raise ConfigError("measured selection needs at least one experts backend")
@@ -103,11 +110,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
         self.capability = next(iter(candidates.values())).capability  # type: ignore[misc]
         self.every_row = every_row
         self.times: dict[int, dict[str, float]] = {}
-        """Bucket -> candidate -> seconds."""
+        """Maps bucket -> candidate -> seconds."""
         self.left_out: dict[str, str] = {}
-        """Candidate -> why it serves nothing here."""
+        """Maps each excluded candidate to the reason."""
         self.carried: KnownTable | None = None
-        """Whose times these are, where they were measured for other numbers of experts."""
+        """The table that the times came from, if they were measured for other numbers of experts."""
         self._timer = timer or (time_graph if spec.cuda_graph else time_call)
         self._per_row = 0.0
         self._warm_rows = -1
@@ -115,7 +122,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         self._chosen: dict[int, str] = {}
 
     def choice(self, num_rows: int) -> str:
-        """By the bucket's times, or those of the largest smaller bucket that has some."""
+        """Returns the candidate by the bucket's times, or by those of the largest smaller bucket with times."""
         bucket = self._bucket_of(num_rows)
         if bucket not in self._chosen:
             self._chosen[bucket] = self._choose(bucket)
@@ -133,13 +140,13 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return next((name for name in able if best is not None and times.get(name, best * 2) <= best * MARGIN), able[0])
 
     def choices(self) -> tuple[Choice, ...]:
-        """One a bucket that was measured or set, ascending."""
+        """Returns one choice for each bucket that was measured or set, in ascending order."""
         known = {each for each, times in self.times.items() if TOO_LONG not in times}
         buckets = sorted(known | set(self.measuring.overrides))
         return tuple(Choice(rows=each, backend=self.choice(each), seconds=self.times.get(each, {})) for each in buckets)
 
     def explain(self) -> list[str]:
-        """For the log and `GetStatus`: a sentence a bucket, and why a candidate is out."""
+        """Returns a sentence for each bucket and for each excluded candidate, for the log and `GetStatus`."""
         lines = []
         for each in self.choices():
             bucket, chosen = each.rows, each.backend
@@ -167,7 +174,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return weights
 
     def workspace_shapes(self, num_rows, top_k, num_experts, capacity=0):
-        """Bytes: enough for whichever candidate serves."""
+        """Returns sizes in bytes that are enough for every candidate."""
         able = [each for name, each in self.candidates.items() if name not in self.left_out]
         all_shapes = [each.workspace_shapes(num_rows, top_k, num_experts, capacity) for each in able]
         first = all_shapes[0]
@@ -185,16 +192,15 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return self._run(chosen, output, prepared, weights, workspace)
 
     def tune(self, weights: ExpertWeights, max_rows: int) -> None:
-        """Each candidate's own variants: what they are timed with against each other."""
+        """Tunes each candidate's own variants. The candidates are timed against each other with them."""
         for candidate in self.candidates.values():
             candidate.tune(weights, max_rows)
 
     def warm_up(self, weights: ExpertWeights, max_rows: int) -> None:
-        """Warm every candidate up, then time them, or read what an earlier start measured under the same key.
+        """Warms every candidate up, then times them, or reads the times of an earlier start under the same key. Not collective.
 
-        Not collective. A candidate that fails here is left out and serves nothing, unless it is the first one or set by hand:
-        then its error is raised. A second call for no more rows does nothing: after a failure the object goes on in another
-        group.
+        A candidate that fails here is left out and serves nothing. If it is the first one or set by hand, its error is raised.
+        A second call for no more rows does nothing: after a failure the object goes on in another group.
         """
         if max_rows <= self._warm_rows or weights.num_experts == 0:
             return
@@ -221,7 +227,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         self._warm_rows = max_rows
         self._chosen.clear()
         if weights.w13_eNK.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the losers allocated is for others
+            torch.cuda.empty_cache()  # frees the memory of the slower candidates
 
     def key(self, weights: ExpertWeights) -> str:
         chosen = [f"{name} {variant}" for name, each in self.candidates.items() if (variant := each.variant())]
@@ -229,7 +235,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return " | ".join([key_of(self.spec, weights, self.candidates), f"{rows}{self._graphs()}", *chosen])
 
     def table(self, weights: ExpertWeights) -> KnownTable | None:
-        """What was measured here or read from the file; None where that is nothing."""
+        """Returns the times measured here or read from the file. None: there are none."""
         if self.carried is not None or not self.times:
             return None
         return KnownTable(
@@ -241,11 +247,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return ", graphs" if self.spec.cuda_graph else ""
 
     def _kin(self, weights: ExpertWeights) -> str:
-        """Whatever rows prepare delivers: a rank that is left alone has another all-to-all."""
+        """Returns the key without the rows that prepare delivers: a rank that is left alone has another all-to-all."""
         return f"{key_of(self.spec, weights, self.candidates, counts=False)} | {self.FORMAT.name}{self._graphs()}"
 
     def _carry(self, weights: ExpertWeights) -> bool:
-        """Take times that are known beside the file. False: there are none."""
+        """Takes times that the process knows beside the file. Returns False if there are none."""
         known, key = self.measuring.known, self.key(weights)
         table = known.find(key, self._kin(weights), weights.num_experts) if known is not None else None
         if table is None or self.measuring.again:
@@ -267,7 +273,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return [bucket for bucket in BUCKETS if bucket <= max_rows]
 
     def _size_of(self, prepared: Prepared) -> int:
-        """What the choice depends on."""
+        """Returns the size that the choice depends on."""
         return prepared.x.shape[0]
 
     def _describe(self, bucket: int) -> str:
@@ -278,7 +284,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return f"{bucket} rows and more: as for fewer; {limit:g} s were spent on timing"
 
     def _examples(self, bucket: int, weights: ExpertWeights) -> list[Prepared]:
-        sets = 4 if bucket <= 64 else 1  # thin batches touch few experts: not the same ones every time
+        sets = 4 if bucket <= 64 else 1  # a thin batch touches few experts, and several batches touch different ones
         return [example_batch(self.spec, bucket, weights, seed, self.every_row) for seed in range(sets)]
 
     def _shapes(self, experts: FusedMoEExpertsModular, prepared: Prepared, num_experts: int) -> WorkspaceShapes:
@@ -286,11 +292,11 @@ class MeasuredExperts(FusedMoEExpertsModular):
         return experts.workspace_shapes(prepared.x.shape[0], top_k, num_experts)
 
     def _real(self, y: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        """The part of a result that is defined, in float32."""
+        """Returns the defined part of a result, in float32."""
         return y.float()
 
     def _measure(self, buckets: list[int], weights: ExpertWeights) -> None:
-        """From the smallest on, as long as the budget lasts."""
+        """Measures the buckets, the smallest first, as long as the budget lasts."""
         spaces, begin, limit = Workspaces(weights.w13_eNK.device), time.perf_counter(), self.measuring.budget_s
         for done, bucket in enumerate(buckets):
             known = [each for each, times in self.times.items() if each < bucket and TOO_LONG not in times]
@@ -300,13 +306,13 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 return
             try:
                 self._measure_one(bucket, weights, spaces, begin + limit)
-            except torch.OutOfMemoryError as error:  # a second workspace beside the kernel's own
+            except torch.OutOfMemoryError as error:  # the measurement needs a second workspace beside the kernel's own
                 LOG.warning("experts for %d rows and more are not timed: %s", bucket, str(error).splitlines()[0])
-                self._first_from = bucket  # the one whose memory is reserved anyway
+                self._first_from = bucket  # the first candidate's memory is reserved in any case
                 return
 
     def _measure_one(self, bucket: int, weights: ExpertWeights, spaces: Workspaces, deadline: float) -> None:
-        """Candidates in turn, so that a machine that slows down slows all of them."""
+        """Times the candidates in turn, so that a machine that slows down slows all of them."""
         batches = self._examples(bucket, weights)
         workspace = spaces.carve(self._shapes(self, batches[0], weights.num_experts))
         able = [name for name in self.candidates if name not in self.left_out]
@@ -326,7 +332,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 )
                 continue
             apart = float((got - want).norm() / want.norm().clamp(min=1e-30))
-            if not apart <= APART:  # NaN is apart, too
+            if not apart <= APART:  # a NaN also counts as apart
                 text = f"its result for {self._describe(bucket)} differs from that of {able[0]} by {apart:.2g} (relative L2)"
                 self._leave_out(name, text)
         able = [name for name in able if name not in self.left_out]
@@ -355,7 +361,7 @@ class MeasuredExperts(FusedMoEExpertsModular):
 
 
 def _alike(candidates: Mapping[str, FusedMoEExpertsModular]) -> dict[str, FusedMoEExpertsModular]:
-    """All leave the same work to finalize: where they differ, those that leave a row a slot get the sum behind them."""
+    """Makes all candidates leave the same work to finalize. If they differ, those that leave a row a slot get the sum added."""
     kinds = {name: type(each.finalize_weight_and_reduce_impl()) for name, each in candidates.items()}
     if len(set(kinds.values())) == 1:
         return dict(candidates)
@@ -368,7 +374,7 @@ def _alike(candidates: Mapping[str, FusedMoEExpertsModular]) -> dict[str, FusedM
 
 
 def example_batch(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: int, every_row: bool) -> Prepared:
-    """Random rows whose slots are spread as even routing over all experts would."""
+    """Returns random rows whose slots are spread as by even routing over all experts."""
     device, e, t = weights.w13_eNK.device, weights.num_experts, min(spec.shape.top_k, spec.shape.num_experts)
     generator = torch.Generator().manual_seed(1000 * num_rows + seed)
     ids = torch.rand((num_rows, spec.shape.num_experts), generator=generator).topk(t, 1).indices.int()
@@ -382,6 +388,6 @@ def example_batch(spec: LayerSpec, num_rows: int, weights: ExpertWeights, seed: 
             ids[:, 0] = torch.randint(e, (num_rows,), generator=generator).int()
     ids = torch.where(ids < e, ids, -1).contiguous().to(device)
     routing = Routing(ids_Mt=ids, weights_Mt=torch.full((num_rows, t), 1.0 / t, device=device))
-    there = torch.Generator(device).manual_seed(seed)  # the rows are many: drawn where they are needed
+    there = torch.Generator(device).manual_seed(seed)  # the rows are many, so the device draws them
     x = torch.randn((num_rows, spec.shape.hidden), generator=there, device=device).to(spec.shape.dtype)
     return Prepared(x=x, routing=routing, handle=DispatchHandle(HandleBook("measured selection"), None))

@@ -1,4 +1,4 @@
-"""Measured selection in the batched format: one choice for all batches, since the host does not know how full blocks are."""
+"""Selects experts of the batched format by time: one choice for all batches, since the host does not know how full blocks are."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from epserve.modular_kernel.workspace import Workspaces, WorkspaceShapes
 from .selection import TOO_LONG, MeasuredExperts
 
 FILL = 0.25
-"""Timed with this share of the rows that all ranks together can send at most: blocks are for thin batches."""
+"""The timed batch has this share of the most rows that all ranks together can send: blocks are for thin batches."""
 
 
 class MeasuredBatchedExperts(MeasuredExperts):
-    """`(e, T, K)` in and out. `warm_up` gets T, which never changes, and times the candidates for it."""
+    """Takes and returns `(e, T, K)`. `warm_up` gets T, which never changes, and times the candidates for it."""
 
     FORMAT = FusedMoEActivationFormat.BatchedExperts
 
     def _bucket_of(self, size: int) -> int:
-        """Any size is the one that was measured."""
+        """Returns the only measured size for any size."""
         return next(iter(self.times), size)
 
     def _buckets(self, max_rows: int) -> list[int]:
@@ -43,7 +43,7 @@ class MeasuredBatchedExperts(MeasuredExperts):
         return [self._filled(bucket, weights, 0)]
 
     def _measure(self, buckets: list[int], weights: ExpertWeights) -> None:
-        """Not where a candidate that computes whole blocks might need longer than the budget, by the first one's pace."""
+        """Measures, unless a candidate that computes whole blocks might need longer than the budget at the first one's pace."""
         (capacity,) = buckets
         batch, spaces = self._filled(capacity, weights, 0), Workspaces(weights.w13_eNK.device)
         first = next(iter(self.candidates.values()))
@@ -64,12 +64,12 @@ class MeasuredBatchedExperts(MeasuredExperts):
         return torch.where(held[..., None], y, 0).float()
 
     def _rows(self, capacity: int) -> int:
-        """Of one expert, on the mean."""
+        """Returns the mean number of rows of one expert."""
         shape = self.spec.shape
         return max(1, min(capacity, round(FILL * capacity * shape.top_k / shape.num_experts)))
 
     def _filled(self, capacity: int, weights: ExpertWeights, seed: int) -> Prepared:
-        """Counts from 0 to twice the mean; blocks are far larger than that, and what lies behind is not even written."""
+        """Returns a batch with counts from 0 to twice the mean. The rest of each block, its larger part, is not even written."""
         device, e, K = weights.w13_eNK.device, weights.num_experts, self.spec.shape.hidden
         generator = torch.Generator().manual_seed(seed)
         counts = torch.randint(0, min(capacity, 2 * self._rows(capacity)) + 1, (e,), generator=generator)

@@ -1,4 +1,4 @@
-"""Experts that leave one row a slot, with the weighted sum behind them: so they stand beside experts that sum themselves."""
+"""Adds the weighted sum to experts that leave one row a slot, so that they can replace experts that sum themselves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from epserve.modular_kernel.types import ExpertWeights
 from epserve.modular_kernel.workspace import Workspace, WorkspaceShapes
 
 SLOT_BYTES = 64 << 20
-"""Most scratch for rows of slots; longer batches run in pieces, since `(M, t, K)` can be far larger than the batch itself."""
+"""The most scratch for rows of slots, in bytes. Longer batches run in pieces: `(M, t, K)` can be far larger than the batch."""
 
 
 class SummedExperts(FusedMoEExpertsModular):
-    """Standard format, `(M, K)` out. Keeps no state of a batch."""
+    """Computes `(M, K)` in Standard format through `inner`. It keeps no state of a batch."""
 
     def __init__(self, inner: FusedMoEExpertsModular):
         super().__init__(inner.spec)
@@ -76,7 +76,7 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def view(region: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The start of a byte region as a tensor."""
+    """Returns the start of a byte region as a tensor."""
     return region[: nbytes(shape, dtype)].view(dtype).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of one call on a device, as a step pays them."""
+"""Measures the seconds that one call costs a step on a device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds that one call takes on the device."""
+"""A function that returns the seconds of one call on the device."""
 
 
 def time_call(run: Callable[[], object]) -> float:
-    """Launches count: that is what a step without graphs pays."""
+    """Returns the seconds with launches, as in a step without graphs."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         run()
@@ -27,7 +27,7 @@ def time_call(run: Callable[[], object]) -> float:
 
 
 def time_graph(run: Callable[[], object]) -> float:
-    """As a step that was captured: launches are free."""
+    """Returns the seconds without launches, as in a captured step."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=side):

@@ -1,4 +1,4 @@
-"""The file of measured times: one for all shapes and machines, written whole, merged under a lock."""
+"""Keeps the file of measured times: one for all shapes and machines, written whole, merged under a lock."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from epserve.modular_kernel.types import ExpertWeights
 LOG = logging.getLogger("epserve.selection")
 LOCK_S = 2.0
 LIBRARIES = {"triton": "triton", "triton_batched": "triton", "cutlass": "triton", "deepgemm": "deep_gemm"}
-"""Candidate -> the package beside torch whose version its times depend on."""
+"""Maps a candidate to the package beside torch whose version its times depend on."""
 
 
 class TimesCache:
-    """The times of one key: bucket -> candidate -> seconds. A file that cannot be read or written costs a warning, no start."""
+    """Reads and writes the times of one key: bucket -> candidate -> seconds. An unusable file costs a warning, not the start."""
 
     def __init__(self, path: Path | None, key: str):
         self.path, self.key = path, key
@@ -55,13 +55,16 @@ class TimesCache:
                 content = self._load() | {self.key: {str(bucket): seen for bucket, seen in times.items()}}
                 fresh = self.path.with_suffix(".new")
                 fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
-                fresh.replace(self.path)  # a reader never sees half of one
+                fresh.replace(self.path)  # a reader never sees half a file
         except OSError as error:
             LOG.warning("%s cannot be written, the next start measures again: %s", self.path, error)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Ranks of one host finish at about the same time. Whoever cannot get the lock loses its entry to a later start."""
+        """Holds the file's lock: ranks of one host finish at about the same time.
+
+        A rank that cannot get the lock writes nothing, and a later start measures its entry.
+        """
         assert self.path is not None
         deadline = time.monotonic() + LOCK_S
         with open(self.path.with_suffix(".lock"), "w") as lock:
@@ -89,7 +92,7 @@ class TimesCache:
 
 
 def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str], *, counts: bool = True) -> str:
-    """Everything that times depend on, the bucket apart. Without counts: the numbers of experts apart as well."""
+    """Returns everything that times depend on, except the bucket. counts False: the numbers of experts are left out as well."""
     s, device = spec.shape, weights.w13_eNK.device
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)} driver {driver_version()} CUDA {torch.version.cuda}"
@@ -104,7 +107,7 @@ def key_of(spec: LayerSpec, weights: ExpertWeights, candidates: Iterable[str], *
 
 
 def driver_version() -> str:
-    """The kernel module's version, as the driver itself tells it; torch tells it in some releases only."""
+    """Returns the kernel module's version from the driver itself. torch has it in some releases only."""
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as lines:
         for word in lines.readline().split():
             if word[:1].isdigit():

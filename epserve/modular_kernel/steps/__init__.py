@@ -1,1 +1,1 @@
-"""Ways to run a kernel's step: as a CUDA graph, or as two halves that overlap."""
+"""Runs a kernel's step as a CUDA graph, or as two halves that overlap."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole kernel steps, one for each layer and bucket of tokens, captured at warm-up and replayed in serving.
+"""Captures CUDA graphs of whole kernel steps at warm-up, one for each layer and bucket of tokens, and replays them in serving.
 
 A graph has fixed addresses and sizes. Every rank pads its batch to the bucket with rows whose ids are all -1: they reach no
 expert and change no bit of the others. The bucket follows from the busiest rank's tokens, which all ranks know, so that all
@@ -23,15 +23,15 @@ from epserve.modular_kernel.kernel import SharedExperts
 from epserve.modular_kernel.types import ExpertWeights, Routing
 
 LOG = logging.getLogger("epserve.graphs")
-WARM_RUNS = 2  # eager ones before a capture: whatever a library sets up on first use must not happen inside it
+WARM_RUNS = 2  # eager runs before a capture: a library's set-up on first use must not happen inside the capture
 
 Forward = Callable[..., torch.Tensor]
-"""`FusedMoEModularKernel.forward`, or what stands for it."""
+"""`FusedMoEModularKernel.forward`, or a function in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticBatch:
-    """What the graphs of one bucket read and write, shared by all layers: one step runs at a time."""
+    """Holds the tensors that the graphs of one bucket read and write. All layers share them: one step runs at a time."""
 
     x_MK: torch.Tensor
     routing: Routing
@@ -45,7 +45,7 @@ class StaticBatch:
         return cls(x_MK=x_MK, routing=Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt), out_MK=torch.empty_like(x_MK))
 
     def fill(self, x_MK: torch.Tensor, routing: Routing) -> None:
-        """A shorter batch; rows behind it go to no expert, whatever they hold."""
+        """Copies a batch, perhaps a shorter one. The rows behind it go to no expert."""
         count = x_MK.shape[0]
         self.x_MK[:count] = x_MK
         self.routing.ids_Mt[:count] = routing.ids_Mt
@@ -54,16 +54,16 @@ class StaticBatch:
 
 
 class TorchCapture:
-    """What `GraphPool` asks of torch. Tests have another one."""
+    """Captures with torch for `GraphPool`. Tests have another class for it."""
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
     def record(self, pool: Any, run: Callable[[], None]) -> Any:
-        """Something whose `replay()` does on the device what `run` launches."""
+        """Returns a graph whose `replay()` repeats the launches of `run`."""
         graph = torch.cuda.CUDAGraph()
-        # The outer one: torch.cuda.graph leaves its own stream current where it cannot begin or end.
-        # "thread_local": other threads of this process may allocate meanwhile.
+        # The outer context is needed because torch.cuda.graph leaves its own stream current when it cannot begin or end.
+        # With "thread_local", other threads of this process may allocate meanwhile.
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
@@ -77,25 +77,25 @@ class TorchCapture:
 
     @staticmethod
     def _close(pool: Any) -> None:
-        """Takes a capture that could not be ended out of torch's allocator.
+        """Removes a capture that could not be ended from torch's allocator.
 
-        torch leaves it there: the allocator then asks the graph, which is gone by then, at every allocation whether it is still
-        capturing, and gives no memory back that another stream has used.
+        torch leaves it there: the allocator then asks the graph, which no longer exists, at every allocation whether it is still
+        capturing, and returns no memory that another stream has used.
         """
         device = torch.cuda.current_device()
         try:
             torch._C._cuda_endAllocateToPool(device, pool)
-        except RuntimeError:  # the capture ended, or never began: the allocator does not know it
+        except RuntimeError:  # the capture ended or never began, so the allocator does not know it
             return
         torch._C._cuda_releasePool(device, pool)
 
 
 class GraphPool:
-    """Graphs that share memory, and the only owner of both: they replay one at a time, and what they leave lies outside.
+    """Owns graphs and the memory that they share. They replay one at a time, and their results lie outside that memory.
 
     Two rules of torch's allocator stand behind it. A pool whose graphs are all gone is closed and refused ("use_count > 0"),
-    so the first graph after that gets another pool. A pool in which a capture could not be ended takes no other: after any
-    failure every graph of the pool is dropped, and the next capture begins anew.
+    so the first graph after that gets another pool. A pool with a capture that could not be ended takes no other capture: after
+    any failure every graph of the pool is dropped, and the next capture begins with a new pool.
     """
 
     def __init__(self, capture: Any):
@@ -112,7 +112,7 @@ class GraphPool:
         return iter(self._graphs)
 
     def record(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Raises what `run` raised first, if it did: ending a capture that is broken raises something else, which is noted."""
+        """Captures `run` under `key`. An error of `run` is raised, with a note of the later error that ends a broken capture."""
         first: list[BaseException] = []
 
         def watched() -> None:
@@ -147,13 +147,13 @@ class GraphPool:
 
 
 class StepGraphs:
-    """Of one kernel. Not collective by itself: ranks capture alike because they are configured alike."""
+    """Captures and replays the steps of one kernel. It is not collective: ranks capture alike since they are configured alike."""
 
     device_type = "cuda"
     capture_type: Callable[[], Any] = TorchCapture
 
     def __init__(self, forward: Forward, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
-        """buckets: tokens of the busiest rank, ascending. Raises ConfigError where graphs cannot be."""
+        """buckets: tokens of the busiest rank, in ascending order. Raises ConfigError when graphs are not possible."""
         if ranks.device.type != self.device_type:
             raise ConfigError(f"CUDA graphs need a CUDA device, this rank has {ranks.device}")
         if not buckets or sorted(set(buckets)) != list(buckets) or buckets[0] < 1:
@@ -161,11 +161,11 @@ class StepGraphs:
         self.forward, self.ranks, self.spec, self.buckets = forward, ranks, spec, tuple(buckets)
         self._batches: dict[int, StaticBatch] = {}
         self._graphs = GraphPool(self.capture_type())
-        """Keys: (of the weights, with a shared expert, bucket)."""
+        """The graphs by (key of the weights, with a shared expert, bucket)."""
         self.replays = 0
 
     def bucket(self, tokens_per_rank: Sequence[int]) -> int | None:
-        """The smallest that holds the busiest rank's tokens; None: too many for a graph."""
+        """Returns the smallest bucket that holds the busiest rank's tokens. None: they are too many for a graph."""
         at = bisect.bisect_left(self.buckets, max(tokens_per_rank))
         return self.buckets[at] if at < len(self.buckets) else None
 
@@ -176,7 +176,7 @@ class StepGraphs:
         return (key, shared, bucket) in self._graphs
 
     def warm(self, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
-        """Collective: eager steps of every bucket, so that nothing is set up for the first time inside a capture."""
+        """Runs eager steps of every bucket, so that no first set-up happens inside a capture. Collective."""
         for bucket in self.buckets:
             batch = self._batch(bucket)
             for _ in range(WARM_RUNS):
@@ -185,10 +185,13 @@ class StepGraphs:
             torch.cuda.synchronize(self.ranks.device)
 
     def capture(self, key: Hashable, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
-        """One graph a bucket for these weights, which must stay where they are as long as `key` is replayed.
+        """Captures one graph for each bucket with these weights. They must not move as long as `key` is replayed.
 
-        key: of the weights (a layer and the version of its placement). Nothing runs, so no other rank is needed. When one
-        fails, no graph of any key is left: this rank must not step on, since the others would replay what it lacks.
+        Nothing runs, so no other rank is needed. After a failure no graph of any key is left. This rank must then run no
+        further step, since the others would replay graphs that it lacks.
+
+        Args:
+            key: the identity of the weights (a layer and the version of its placement).
         """
         for bucket in self.buckets:
             batch = self._batch(bucket)
@@ -202,7 +205,7 @@ class StepGraphs:
         return {known[0] for known in self._graphs}
 
     def replay(self, key: Hashable, x_MK: torch.Tensor, routing: Routing, *, shared: bool, bucket: int) -> torch.Tensor:
-        """`(M, K)` of this rank's own rows, in fresh memory. Collective."""
+        """Replays a step and returns `(M, K)` for this rank's own rows, in fresh memory. Collective."""
         batch = self._batch(bucket)
         batch.fill(x_MK, routing)
         self._graphs.replay((key, shared, bucket))
@@ -217,7 +220,7 @@ class StepGraphs:
         shared_experts: SharedExperts | None,
         bucket: int,
     ) -> torch.Tensor:
-        """What `replay` must equal bit for bit: the same padded batch without a graph. Collective."""
+        """Runs the same padded batch without a graph. `replay` must equal it bit for bit. Collective."""
         batch = self._batch(bucket)
         batch.fill(x_MK, routing)
         self._run(batch, weights, shared_experts)
@@ -237,7 +240,7 @@ class StepGraphs:
 
 
 def why_no_graphs(spec: LayerSpec, pf_graphs: bool, experts_graphs: bool, names: tuple[str, str]) -> str | None:
-    """Why steps of this pair run eagerly, or None."""
+    """Returns the reason why steps of this pair run eagerly, or None."""
     if spec.device != "cuda":
         return f"the ranks run on {spec.device}: every step is eager"
     if not pf_graphs:

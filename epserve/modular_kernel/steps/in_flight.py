@@ -1,4 +1,4 @@
-"""Two batches in flight: one batch cut in halves, so that one half's communication hides behind the other's experts.
+"""Keeps two batches in flight: a batch is cut in halves, so that one half's communication hides behind the other's experts.
 
     dispatch A | dispatch B ........ | combine A ........ | combine B
                | experts A           | experts B          |
@@ -24,7 +24,7 @@ from epserve.modular_kernel.workspace import Workspaces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows start .. stop-1 of this rank's batch, and how many every rank has in this piece (None: not known)."""
+    """Names rows start .. stop-1 of this rank's batch, and every rank's number of rows in this piece (None: not known)."""
 
     start: int
     stop: int
@@ -32,13 +32,13 @@ class Piece:
 
 
 def cut(longest: int, cap: int | None) -> int:
-    """Rows of one piece: an even number of pieces, each within the cap. The same on all ranks for the same `longest`."""
+    """Returns the rows of one piece, for an even number of pieces within the cap. Equal on all ranks for the same `longest`."""
     pieces = 2 * -(-longest // cap) if cap is not None else 2
     return max(1, -(-longest // max(pieces, 1)))
 
 
 def pieces_of(num_tokens: int, longest: int, size: int, counts: Sequence[int] | None) -> list[Piece]:
-    """As many on every rank; a rank with fewer tokens has empty ones."""
+    """Returns the pieces. Every rank has the same number of them, and a rank with fewer tokens has empty ones."""
     made = []
     for start in range(0, max(longest, 1), size):
         taken = None if counts is None else [min(max(count - start, 0), size) for count in counts]
@@ -47,7 +47,7 @@ def pieces_of(num_tokens: int, longest: int, size: int, counts: Sequence[int] | 
 
 
 def why_not_two(pf: FusedMoEPrepareAndFinalizeModular) -> str | None:
-    """Why this backend cannot hold two batches, or None."""
+    """Returns the reason why this backend cannot hold two batches, or None."""
     if not pf.has_prepare_no_receive():
         return f"{type(pf).__name__} has no asynchronous dispatch: nothing would overlap"
     return None
@@ -57,9 +57,11 @@ class TwoInFlight:
     """Runs the steps of one kernel as halves that overlap. Bit-equal to the same halves one after the other."""
 
     def __init__(self, kernel: FusedMoEModularKernel, *, second: Workspaces | None = None, from_tokens: int = 2):
-        """second: workspaces of the other half (the kernel's own are the first's); they outlive a kernel.
+        """Joins a kernel with the workspaces of the second half. Raises Incompatible.
 
-        from_tokens: steps whose busiest rank has fewer tokens run as one batch. Raises Incompatible.
+        Args:
+            second: the workspaces of the second half. They outlive a kernel. The first half uses the kernel's own.
+            from_tokens: a step whose busiest rank has fewer tokens runs as one batch.
         """
         if reason := why_not_two(kernel.prepare_finalize):
             raise Incompatible("two batches in flight are not possible:", (reason,))
@@ -67,7 +69,7 @@ class TwoInFlight:
         self.second = second or Workspaces(kernel.prepare_finalize.ranks.device)
 
     def warm_up(self) -> None:
-        """After the kernel's own: reserve as much for the other half, then lock."""
+        """Reserves as much for the second half as the kernel has, then locks it. The kernel's own warm-up comes before."""
         self.second.reserve(self.kernel.workspace_shapes())
         self.second.lock()
 
@@ -81,7 +83,7 @@ class TwoInFlight:
         shared_experts: SharedExperts | None = None,
         overlap: bool = True,
     ) -> torch.Tensor:
-        """As `FusedMoEModularKernel.forward`, collective. overlap False: the same pieces, each finished before the next."""
+        """Does the same as `FusedMoEModularKernel.forward`. Collective. overlap False: each piece ends before the next begins."""
         kernel, num_tokens = self.kernel, x_MK.shape[0]
         longest = max(tokens_per_rank) if tokens_per_rank is not None else kernel.agree_longest(num_tokens)
         if longest < self.from_tokens:
@@ -100,7 +102,7 @@ class TwoInFlight:
 
 
 class _Flight:
-    """One step on its way."""
+    """Runs one step."""
 
     def __init__(self, owner: TwoInFlight, x_MK, routing: Routing, weights: ExpertWeights, shared):
         self.kernel, self.spaces = owner.kernel, (owner.kernel.workspaces, owner.second)
@@ -116,11 +118,11 @@ class _Flight:
             shared_MK = self.shared(self.x_MK[piece.start : piece.stop]) if self.shared is not None else None
             prepared, coming = coming(), None
             if index + 1 < len(pieces):
-                if leaving is not None:  # this piece and the next are two: the third must be home first
+                if leaving is not None:  # this piece and the next are in flight, so the earlier one must end first
                     self._land(leaving)
                     leaving = None
                 coming = self._start(pieces[index + 1])
-            # NOTE: its own workspace: the combine of the piece before may still read that piece's results.
+            # NOTE: a piece has its own workspace: the combine of the piece before may still read that piece's results.
             y = self.kernel.run_experts(prepared, self.weights, self.spaces[index % 2])
             if leaving is not None:
                 self._land(leaving)

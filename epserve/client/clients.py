@@ -38,9 +38,11 @@ from .exchange import OutgoingRequest, ReplyAssembly, WireFormat
 from .options import ClientOptions, RetryPolicy, Tls
 from .pipeline import Pipeline
 from .region import ClientRegion
+from .sending import Pending, Sender, Started
 
 __all__ = [
-    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "RetryPolicy", "Tls", "WireFormat",
+    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "Pending", "RetryPolicy", "Tls",
+    "WireFormat",
 ]  # fmt: skip
 
 AnyRegion = TypeVar("AnyRegion", ClientRegion, CudaClientRegion)
@@ -72,6 +74,7 @@ class Client(Endpoint):
             credentials = self.options.tls.credentials()
             self._channel = grpc.secure_channel(target, credentials, options=self._channel_options())
         self._stub = experts_stub(self._channel)
+        self._sender = Sender(self._stub, self.options, target)
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="epserve-client")
 
     def forward(
@@ -115,6 +118,22 @@ class Client(Endpoint):
         context = contextvars.copy_context()  # the caller's span is the parent there too
         self._pool.submit(context.run, future.run, self._forward, request, self._attempts(timeout))
         return future
+
+    def begin(
+        self, layer: int, hidden: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "",
+        region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
+        not_finite_rows: list[int] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Sends `forward` from this thread and returns at once: `client.begin(...).wait()` is `client.forward(...)`.
+
+        No other thread works on the call, so that a program's own work comes between the two without a hand-over.
+        """
+        request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
+        self._check_open()
+        attempts, span = self._attempts(timeout), self._span(request)
+        start = lambda: self._sender.start(request, attempts.remaining())  # noqa: E731
+        return Pending(request, span, start, lambda started: self._forward(request, attempts, None, span, started))
 
     @contextmanager
     def register_region(self, size: int, *, timeout: float | None = None) -> Iterator[ClientRegion]:
@@ -222,49 +241,49 @@ class Client(Endpoint):
                 wait = attempts.wait_after(status.error_of_rpc(error))
             time.sleep(wait)
 
-    def _forward(self, request: OutgoingRequest, attempts: Attempts, cancellation: Cancellation | None) -> Any:
-        """Sends the request until an attempt succeeds. cancellation: None when no future can cancel the call."""
-        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
-            while True:
-                self._check_open()
-                request.check_region()
-                try:
-                    return self._once(request, attempts.remaining(), cancellation)
-                except (EpserveError, grpc.RpcError) as error:
-                    mapped = request.failed(error if isinstance(error, EpserveError) else status.error_of_rpc(error))
-                if cancellation is not None:
-                    cancellation.check()
-                wait = attempts.wait_after(mapped)
-                if cancellation is None:
-                    time.sleep(wait)
-                elif cancellation.event.wait(wait):
-                    cancellation.check()
+    def _forward(
+        self,
+        request: OutgoingRequest,
+        attempts: Attempts,
+        cancellation: Cancellation | None,
+        span: tracing.ClientSpan | None = None,
+        started: Started | None = None,
+    ) -> Any:
+        """Sends the request until an attempt succeeds.
 
-    def _once(self, request: OutgoingRequest, timeout_s: float, cancellation: Cancellation | None) -> Any:
-        if not request.small:
-            return self._framed(request, timeout_s, cancellation)
-        if request.bell is not None and not tracing.outgoing(()):  # the doorbell takes no trace context
-            return request.answer(request.bell.call(request.frame(timeout_s), timeout_s, cancellation))
-        message, metadata = request.message(), self.options.metadata
-        if cancellation is None:  # in this thread: a future's call goes through another one, 0.2 ms
-            return request.result(self._stub.Forward(message, timeout=timeout_s, metadata=metadata))
-        call = self._stub.Forward.future(message, timeout=timeout_s, metadata=metadata)
-        cancellation.watch(call)
-        return request.result(call.result())
-
-    def _framed(self, request: OutgoingRequest, timeout_s: float, cancellation: Cancellation | None) -> Any:
-        frames = request.frames(timeout_s)
-        call = self._stub.ForwardStream(frames, timeout=timeout_s, metadata=self.options.metadata)
-        if cancellation is not None:
-            cancellation.watch(call)
-        assembly = ReplyAssembly(request)
+        Args:
+            cancellation: None when no future can cancel the call.
+            span: the span of a call that was begun before.
+            started: its first attempt.
+        """
+        span = span or self._span(request)
         try:
-            for frame in call:
-                if assembly.add(frame):
-                    return assembly.result()
+            with request, span.current():
+                while True:
+                    self._check_open()
+                    if started is None:
+                        request.check_region()
+                    try:
+                        if started is not None:
+                            return started.result()
+                        return self._sender.once(request, attempts.remaining(), cancellation)
+                    except (EpserveError, grpc.RpcError) as error:
+                        mapped = request.failed(
+                            error if isinstance(error, EpserveError) else status.error_of_rpc(error)
+                        )
+                    started = None
+                    if cancellation is not None:
+                        cancellation.check()
+                    wait = attempts.wait_after(mapped)
+                    if cancellation is None:
+                        time.sleep(wait)
+                    elif cancellation.event.wait(wait):
+                        cancellation.check()
         finally:
-            call.cancel()  # after a refusal this stops the request; after the reply it does nothing
-        raise NotReady(f"{self.target} ended the stream before the reply; it may be stopping")
+            span.end()
+
+    def _span(self, request: OutgoingRequest) -> tracing.ClientSpan:
+        return tracing.ClientSpan("epserve.forward", {"epserve.layer": request.header.layer})
 
 
 class AsyncClient(Endpoint):

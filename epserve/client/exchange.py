@@ -137,6 +137,11 @@ class OutgoingRequest:
         self._unsettled = self._unsettled or not isinstance(error, CallerError | Overloaded)
         return error
 
+    def give_up(self) -> None:
+        """Settles the region memory of a call whose result is not wanted any more."""
+        self._unsettled = True
+        self.__exit__(None, None, None)
+
     def check_region(self) -> None:
         """Raises NotReady when the service has forgotten the region since the request was made. Only another region
         helps."""

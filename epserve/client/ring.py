@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from epserve.errors import DeadlineExceeded, NotReady
 from epserve.protocol import epserve_pb2 as pb
@@ -42,36 +42,25 @@ class Bell:
     def call(self, frame: Any, timeout_s: float, cancellation: Any) -> Any:
         """Sends a frame and returns the reply. Raises DeadlineExceeded, and NotReady when the connection ends before
         the reply."""
-        deadline = time.monotonic() + timeout_s
+        return self.begin(frame, timeout_s, cancellation).result()
+
+    def begin(self, frame: Any, timeout_s: float, cancellation: Any = None) -> Ringing:
+        """Sends a frame. Raises as `call` does."""
         try:
             sock = self._take()
         except OSError as error:
             self.usable = False
             raise NotReady(f"the service's doorbell does not answer: {error}") from error
-        data = frames.serialise(frame)
-        ring = _Ring(sock)
+        ringing = Ringing(self, sock, timeout_s)
         if cancellation is not None:
-            cancellation.watch(ring)
-        try:
-            sock.settimeout(timeout_s)
-            sock.sendall(LENGTH.pack(len(data)) + data)
-            reply = frames.parse_reply(_frame(sock, deadline))
-        except BaseException as error:
-            ring.over()
-            sock.close()  # the server then gives the call up
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"no reply after {timeout_s:.3g} s") from None
-            if isinstance(error, OSError):
-                self._drop_idle()  # a service that stops closes them all
-                raise NotReady("the service ended the connection before the reply; it may be stopping") from error
-            raise
-        if ring.over():
-            self._give(sock)
-        return reply
+            cancellation.watch(ringing)
+        data = frames.serialise(frame)
+        ringing.send(LENGTH.pack(len(data)) + data)
+        return ringing
 
     def close(self) -> None:
         self.usable = False
-        self._drop_idle()
+        self.drop_idle()
 
     async def for_asyncio(self) -> AsyncBell | None:
         """Returns a bell for asyncio, or None when it cannot be reached."""
@@ -92,14 +81,16 @@ class Bell:
                 return self._idle.pop()
         return self._connected()
 
-    def _give(self, sock: socket.socket) -> None:
+    def give(self, sock: socket.socket) -> None:
+        """Takes a socket back whose call has had its reply."""
         with self._lock:
             if self.usable:
                 self._idle.append(sock)
                 return
         sock.close()
 
-    def _drop_idle(self) -> None:
+    def drop_idle(self) -> None:
+        """Closes the connections of no call."""
         with self._lock:
             idle, self._idle = self._idle, []
         for sock in idle:
@@ -183,26 +174,60 @@ class AsyncBell(asyncio.Protocol):
                 future.set_exception(NotReady("the service ended the connection before the reply; it may be stopping"))
 
 
-class _Ring:
-    """A ring lets a cancel end this call, and never the next one on the same socket."""
+class Ringing:
+    """A call that was sent on one socket. A cancel ends this call, and never the next one on the same socket."""
 
-    def __init__(self, sock: socket.socket):
-        self._sock: socket.socket | None = sock
-        self._cut = False
+    def __init__(self, bell: Bell, sock: socket.socket, timeout_s: float):
+        self._bell, self._sock, self._timeout_s = bell, sock, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._over = self._cut = False
         self._lock = threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        try:
+            self._sock.settimeout(self._timeout_s)
+            self._sock.sendall(data)
+        except BaseException as error:
+            self._failed(error)
+
+    def result(self) -> Any:
+        """Returns the reply's frame. Raises as `Bell.call` does."""
+        try:
+            self._sock.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+            reply = frames.parse_reply(_frame(self._sock, self._deadline))
+        except BaseException as error:
+            self._failed(error)
+        if self._ended():
+            self._bell.give(self._sock)
+        return reply
 
     def cancel(self) -> None:
         with self._lock:
-            if self._sock is not None:
+            if not self._over:
                 self._cut = True
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
 
-    def over(self) -> bool:
+    def drop(self) -> None:
+        """Gives the call up before `result`, which is not called any more. The server then gives it up too."""
+        self._ended()
+        self._sock.close()
+
+    def _ended(self) -> bool:
         """Ends the call, and tells whether the socket is good for another one."""
         with self._lock:
-            self._sock = None
+            self._over = True
             return not self._cut
+
+    def _failed(self, error: BaseException) -> NoReturn:
+        """Raises what the error of a socket means."""
+        self.drop()
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded(f"no reply after {self._timeout_s:.3g} s") from None
+        if isinstance(error, OSError):
+            self._bell.drop_idle()  # a service that stops closes them all
+            raise NotReady("the service ended the connection before the reply; it may be stopping") from error
+        raise error
 
 
 def _frame(sock: socket.socket, deadline: float) -> bytes:

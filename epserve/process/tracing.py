@@ -41,18 +41,42 @@ Metadata = Sequence[tuple[str, str | bytes]]
 # The client's side follows the application, which may or may not have set OpenTelemetry up.
 
 
+class ClientSpan:
+    """A span of the application's tracer for one call. Free for applications that do not import OpenTelemetry."""
+
+    def __init__(self, name: str, attributes: Mapping[str, Any]):
+        self._span: Any = None
+        if "opentelemetry" in sys.modules:
+            from opentelemetry import trace
+
+            tracer = trace.get_tracer(NAME, __version__)
+            self._span = tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=attributes)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes it the present span of a block. An error of the block is the span's."""
+        if self._span is None:
+            yield
+            return
+        from opentelemetry import trace
+
+        with trace.use_span(self._span, end_on_exit=False):
+            yield
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end()
+
+
 @contextmanager
 def client_call(name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Opens a span of the application's tracer around a call. Free for applications that do not import OpenTelemetry."""
-    if "opentelemetry" not in sys.modules:
-        yield
-        return
-    from opentelemetry import trace
-
-    with trace.get_tracer(NAME, __version__).start_as_current_span(
-        name, kind=trace.SpanKind.CLIENT, attributes=attributes
-    ):
-        yield
+    """Opens a ClientSpan around a call."""
+    span = ClientSpan(name, attributes)
+    try:
+        with span.current():
+            yield
+    finally:
+        span.end()
 
 
 def outgoing(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -42,9 +42,9 @@ inductor = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, re
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=inductor)])
 def test_compiled_without_a_break_and_equal_to_eager(remote, service, backend):
     wanted = logits(remote)
-    called = service.transport.calls
+    called = service.session.transport.calls
     got = logits(torch.compile(remote, backend=backend, fullgraph=True))
-    assert service.transport.calls == called + 2, "one call for each MoE layer, none of them traced"
+    assert service.session.transport.calls == called + 2, "one call for each MoE layer, none of them traced"
     if backend == "inductor":  # it fuses what is around the calls and rounds that differently
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     else:
@@ -135,14 +135,16 @@ def test_generation_with_a_static_cache_on_a_gpu(path):
     with epserve.transformers.connect(InProcess(path, max_tokens=32)) as service:
         remote = epserve.transformers.from_pretrained(path, service, device_map="cuda").eval()
         wanted = remote.generate(input_ids=ids, **settings)
-        called = service.transport.calls
+        called = service.session.transport.calls
         torch._dynamo.utils.counters.clear()
         got = remote.generate(input_ids=ids, cache_implementation="static", **settings)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
-        assert service.transport.calls - called == called, "each step called each layer, none was replayed from a graph"
+        assert service.session.transport.calls - called == called, (
+            "each step called each layer, none was replayed from a graph"
+        )
         graphs = torch.compile(remote, mode="reduce-overhead", fullgraph=True)
         for _ in range(4):  # warm-up, recording, replays
-            before = service.transport.calls
+            before = service.session.transport.calls
             torch.testing.assert_close(logits(graphs, ids), logits(remote, ids), rtol=1e-4, atol=1e-4)
-            assert service.transport.calls - before == 4
+            assert service.session.transport.calls - before == 4
     assert torch.equal(got, wanted)

@@ -94,10 +94,9 @@ class InProcess:
             topk_ids, topk_weights = routing.ids_Mt, routing.weights_Mt
         return self.worker.step(plan, hidden.to(self.info.dtype), topk_ids, topk_weights).to(hidden.dtype).clone()
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        future.set_result(self.forward(*args, **kwargs))
-        return future
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.forward(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: result, drop=lambda: None)
 
     def close(self) -> None:
         self.worker.close()

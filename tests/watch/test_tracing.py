@@ -178,6 +178,19 @@ async def test_a_failure_is_an_error_of_its_request_and_the_clients_call(server_
     assert len(server_side.named(FORWARD)) == 2
 
 
+async def test_a_call_that_is_begun_now_and_waited_for_later_is_the_servers_parent(server_side, client_side):
+    def call(address):
+        with Client(address) as client:
+            client.begin(1, torch.ones(1, 32)).wait()
+            client.begin(1, torch.ones(1, 32)).drop()
+
+    async with watched(provider=server_side.provider) as server:
+        await asyncio.to_thread(call, server.address)
+    waited, dropped = client_side.named("epserve.forward")
+    assert waited.context.span_id in {parent_of(span) for span in server_side.named(FORWARD)}
+    assert dropped.end_time
+
+
 def test_requests_that_share_a_step_link_to_the_one_that_has_the_ranks(server_side):
     traces = tracing.Tracing(server_side.provider)
     requests = [traces.request(request=f"r{number}") for number in range(3)]

@@ -1,31 +1,22 @@
-"""Whether a model, as it is configured in this process, fits the service: every difference, before a weight is read."""
+"""What a model of transformers needs of its service, and whether the service's gate can stand for the model's."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
+from epserve.client.engines.comparison import Wanted, fingerprint_of, label_of, shared_keys, unequal
 from epserve.errors import CheckpointError
 from epserve.models.expert_modules import ExpertsLayer, top_k
-from epserve.models.families import FAMILIES, Family, Key
-from epserve.models.info import ConfigReader
-from epserve.models.tensors import read_index, read_json
-from epserve.models.weights import fingerprint
-from epserve.modular_kernel import Activation, GateSpec
-from epserve.protocol.served_model import served_activation, served_gate
-from epserve.protocol.wire import DTYPE_NAMES
+from epserve.models.families import FAMILIES
+from epserve.protocol.served_model import served_gate
 
 # Families whose MoE block takes hidden states and returns them, nothing else: the service can run it whole.
 BLOCK_FAMILIES = ("deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-
-log = logging.getLogger(__name__)
 
 
 def differences(
@@ -35,67 +26,28 @@ def differences(
 
     gate: "local" or "remote", who chooses the experts.
     """
-    shape, path = layers[0].shape, str(model.config.name_or_path)
-    missing = sorted({layer.layer for layer in layers} - set(served.layers))
-    names = DTYPE_NAMES[served.dtype], str(dtype).removeprefix("torch.")
-    own = local_fingerprint(path)
-    checks = [
-        (not missing, f"layers {missing} are not served (served: {list(served.layers)})"),
-        (served.hidden == shape.hidden, f"hidden size: served {served.hidden}, the model has {shape.hidden}"),
-        (served.intermediate == shape.intermediate,
-         f"intermediate size: served {served.intermediate}, the model has {shape.intermediate}"),
-        (served.num_experts == shape.num_experts,
-         f"experts: served {served.num_experts}, the model has {shape.num_experts}"),
-        (names[0] == names[1], f"dtype: served {names[0]}, the model is loaded as {names[1]}; pass dtype={names[0]!r}"),
-        (own is None or own == served.fingerprint,
-         f"fingerprint: served {served.fingerprint[:12]}, {path} has {(own or '')[:12]}: another revision or configuration"),
-    ]  # fmt: skip
-    found = [text for fits, text in checks if not fits]
-    config = model.config.get_text_config()
-    found += _of_activations(served, config, shape.activation)
-    if gate == "remote":
-        return found + list(_of_gates(served, config))
-    most = max(top_k(model.config, model, layer) for layer in layers)
-    if most > served.top_k:
-        found.append(f"experts a token (num_experts_per_tok): the model has {most}, at most {served.top_k} are served")
-    return found
+    shape, name, config = layers[0].shape, str(model.config.name_or_path), model.config.get_text_config()
+    wanted = Wanted(
+        name=name,
+        config=config.to_dict(),
+        layers=[layer.layer for layer in layers],
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        dtype=str(dtype).removeprefix("torch."),
+        top_k=max(top_k(model.config, model, layer) for layer in layers) if gate == "local" else None,
+        activation=shape.activation,
+        fingerprint=fingerprint_of(name, _find_config),
+    )
+    found = wanted.differences(served)
+    return found + list(_of_gates(served, wanted, config)) if gate == "remote" else found
 
 
-def local_fingerprint(path: str) -> str | None:
-    """Returns that of the checkpoint that is being loaded.
-
-    None, with a warning, where its files are not safetensors in a folder.
-    """
-    try:
-        found = transformers.utils.cached_file(path, "config.json", local_files_only=True)
-        folder = Path(str(found)).parent
-        return fingerprint(read_json(folder / "config.json"), read_index(folder))
-    except (CheckpointError, OSError, TypeError) as error:
-        log.warning("%s: not compared with the service, only shapes are: %s", path, error)
-        return None
+def _find_config(name: str) -> str | None:
+    return transformers.utils.cached_file(name, "config.json", local_files_only=True)
 
 
-def _of_activations(served: Any, config: Any, computed: Activation) -> list[str]:
-    """What the experts compute between and after their products: as served, against the modules and the configuration here."""
-    theirs = served_activation(served)
-    if theirs is None:
-        kinds = served.activation, computed.kind
-        return [] if kinds[0] == kinds[1] else [f"activation: served {kinds[0]}, the model has {kinds[1]}"]
-    family, ours = FAMILIES.get(served.family), [computed]
-    found: dict[str, None] = {}
-    if family is not None and served.family == config.model_type:
-        try:
-            ours.append(_reader(config).activation(family))
-        except CheckpointError as error:
-            found[str(error)] = None
-    for each in ours:
-        for name in _unequal(theirs, each):
-            label = _label(name, family.activation if family else {"kind": Key("hidden_act")})
-            found[f"{label}: served {getattr(theirs, name)}, the model has {getattr(each, name)}"] = None
-    return list(found)
-
-
-def _of_gates(served: Any, config: Any) -> Iterator[str]:
+def _of_gates(served: Any, wanted: Wanted, config: Any) -> Iterator[str]:
     """Why the service's gate and shared experts cannot stand for the model's: one reason for each setting that differs."""
     if served.family not in BLOCK_FAMILIES:
         known = ", ".join(BLOCK_FAMILIES)
@@ -113,7 +65,7 @@ def _of_gates(served: Any, config: Any) -> Iterator[str]:
         return
     if getattr(config, "output_router_logits", False):
         yield "output_router_logits: the router is in the service and returns no logits; set it to False, or use gate='local'"
-    reader = _reader(config)
+    reader = wanted.reader()
     try:
         ours = reader.gate(family, served.num_experts)
         shared = reader.shared_intermediate(family)
@@ -123,27 +75,8 @@ def _of_gates(served: Any, config: Any) -> Iterator[str]:
     if ours.refusal:
         yield f"gate: {ours.refusal}"
     else:
-        for name in _unequal(theirs, ours):
-            yield f"{_label(name, family.gate)}: served {getattr(theirs, name)}, the model has {getattr(ours, name)}"
+        for name in unequal(theirs, ours):
+            yield f"{label_of(name, family.gate)}: served {getattr(theirs, name)}, the model has {getattr(ours, name)}"
     if shared != served.shared_intermediate:
-        label = _keys(family)
+        label = shared_keys(family)
         yield f"shared experts' intermediate size ({label}): served {served.shared_intermediate}, the model has {shared}"
-
-
-def _reader(config: Any) -> ConfigReader:
-    return ConfigReader(config.to_dict(), "the model's configuration")
-
-
-def _unequal(one: GateSpec | Activation, other: GateSpec | Activation) -> list[str]:
-    return [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-
-
-def _label(name: str, table: Any) -> str:
-    """The key of config.json by which a user knows this field, or the field's own name."""
-    if name == "top_k":
-        return "num_experts_per_tok"
-    return table[name].names if isinstance(table.get(name), Key) else name
-
-
-def _keys(family: Family) -> str:
-    return ", ".join(key.names for key in family.shared.intermediate) if family.shared else "none"

@@ -1,46 +1,40 @@
-"""The connection of this process's models to a service: requests, their pieces, and the shared memory that carries them."""
+"""The services of this process's models: what a Session lacks for transformers, and which one a model gets that is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from epserve.client.clients import Client, ClientOptions, RetryPolicy
-from epserve.errors import ConfigError, EpserveError, InvalidRequest, NotReady
+from epserve.client import session as sessions
+from epserve.client.clients import ClientOptions
+from epserve.client.session import RETRY_FOR_S, Session
+from epserve.errors import ConfigError
 
 from . import operators
-
-REGISTER_AGAIN_S = (
-    1.0  # for a region in the place of one that is lost; the request goes over the wire where that takes longer
-)
-RETRY_FOR_S = 120.0  # longer than a service needs to replace a rank and load its weights again
 
 
 class Service:
     """A connection that models use for their experts. Made by `connect`; `close` it when the models are done."""
 
-    def __init__(self, transport: Any, *, gate: str, shared_memory_bytes: int = 0):
-        self.transport, self.gate = transport, gate
-        self.model = transport.model()
-        """GetModelReply: what is served, and the limits of a request."""
-        self.closed = False
-        target = getattr(transport, "target", type(transport).__name__)
+    def __init__(self, session: Session, *, gate: str):
+        self.session, self.gate = session, gate
+        target = getattr(session.transport, "target", type(session.transport).__name__)
         self.name = operators.register(self, f"{target}, gate {gate}, checkpoint {self.model.fingerprint[:12]}")
         """By which compiled and exported graphs find it."""
-        self._shared_memory_bytes = shared_memory_bytes
-        self._held = ExitStack()  # the region's registration
-        self._region: Any = None
+
+    @property
+    def model(self) -> Any:
+        """GetModelReply: what is served, and the limits of a request."""
+        return self.session.model
 
     @property
     def max_tokens(self) -> int:
         """The most tokens of one request; longer batches become several."""
-        row = self.model.hidden * 4 + self.model.top_k * 8  # float32 rows, int32 ids, float32 weights
-        return max(1, min(self.model.max_tokens_per_request, self.model.max_message_bytes // row))
+        return self.session.max_tokens
 
     def forward(
         self,
@@ -50,21 +44,14 @@ class Service:
         weights_Mt: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer for `(M, K)`; pieces of a batch above the limit are under way at the same time."""
-        given = [value for value in (hidden_MK, ids_Mt, weights_Mt) if value is not None]
-        if len(hidden_MK) <= self.max_tokens:
-            return self._over_region(self.transport.forward, layer, given)
-        pieces = list(zip(*(value.split(self.max_tokens) for value in given), strict=True))
-        sent = [self._over_region(self.transport.forward_async, layer, piece) for piece in pieces]
-        return torch.cat([self._result(future, layer, piece) for future, piece in zip(sent, pieces, strict=True)])
+        return self.session.layer(layer).forward(hidden_MK, ids_Mt, weights_Mt)
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
+        if not self.session.closed:
             operators.forget(self.name)
             if self in _open:
                 _open.remove(self)
-            self._held.close()
-            self.transport.close()
+            self.session.close()
 
     def __deepcopy__(self, memo: dict) -> Service:
         """Copies of a model share its service."""
@@ -75,40 +62,6 @@ class Service:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def register_region(self, timeout: float | None = None) -> None:
-        """Make the shared memory known to the service; does nothing where there is none, or it is known. timeout: seconds,
-        default: as long as a request is sent again."""
-        if self._region is None and self._shared_memory_bytes:
-            registration = self.transport.register_region(self._shared_memory_bytes, timeout=timeout)
-            self._region = self._held.enter_context(registration)
-
-    def _over_region(self, send: Callable[..., Any], layer: int, given: Sequence[torch.Tensor]) -> Any:
-        """Through the shared memory; over the wire where there is none, it is full, or the service does not know it."""
-        with suppress(EpserveError):  # a service that is just away: the request below waits for it
-            self.register_region(REGISTER_AGAIN_S)
-        if self._region is None:
-            return send(layer, *given)
-        try:
-            return send(layer, *given, region=self._region)
-        except (NotReady, InvalidRequest) as error:
-            self._doubt_region(error)
-        return send(layer, *given)
-
-    def _result(self, future: Any, layer: int, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        try:
-            return future.result()
-        except (NotReady, InvalidRequest) as error:
-            if self._region is None:
-                raise
-            self._doubt_region(error)
-        return self.transport.forward(layer, *given)
-
-    def _doubt_region(self, error: EpserveError) -> None:
-        """A full region stays; after any other error the service may have restarted, and the next request registers anew."""
-        if getattr(error, "field", "") != "region":
-            self._region = None
-            self._held.close()
 
 
 _open: list[Service] = []
@@ -134,15 +87,10 @@ def connect(
     """
     if gate not in ("local", "remote"):
         raise ConfigError(f"gate must be 'local' or 'remote', got {gate!r}")
-    if isinstance(target, str):
-        given = options or ClientOptions()
-        target = Client(target, replace(given, timeout_s=retry_for_s, retry=RetryPolicy()))  # until the deadline
-    try:
-        service = Service(target, gate=gate, shared_memory_bytes=shared_memory_bytes)
-        service.register_region()
-    except EpserveError:
-        target.close()
-        raise
+    session = sessions.connect(
+        target, options=options, retry_for_s=retry_for_s, shared_memory_bytes=shared_memory_bytes
+    )
+    service = Service(session, gate=gate)
     _open.append(service)
     return service
 

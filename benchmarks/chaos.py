@@ -172,7 +172,7 @@ class Chaos:
         return True
 
     async def _spare(self, pool, victims) -> bool:
-        for spare in pool.spares._ready:
+        for spare in pool.spares.members:
             ray.kill(spare.actor)
         await self._until(lambda: not pool.spares.ready, "spare")
         return False

@@ -188,8 +188,8 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
         bench = Bench(engine, path, args.tokens, notes)
         await bench.until(bench.whole)
         memory = {
-            "rank": _memory_mib(engine._pool.members), "spare": _memory_mib(engine._pool.spares._ready),
-            "standby": _memory_mib([each for some in engine._pool.standbys._ready.values() for each in some]),
+            "rank": _memory_mib(engine._pool.members), "spare": _memory_mib(engine._pool.spares.members),
+            "standby": _memory_mib(engine._pool.standbys.members),
         }  # fmt: skip
         for kind in args.faults:
             for number in range(args.cold_repeats if kind == "cold" else args.repeats):

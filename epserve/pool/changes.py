@@ -163,9 +163,7 @@ class Changes:
         if pool.generation != generation or not pool.serving.is_set():
             await self._unstage(layer)
             raise NotReady("a rank was lost while experts moved; the layer stays as it was")
-        # From here on, with no await in between, all steps of the layer have the new version.
-        placements = {**pool.arrangement.placements, layer: placement}
-        pool.arrangement = Arrangement(config=pool.arrangement.config, placements=placements)
+        pool.move(layer, placement)
         self._counted[layer] = pool.load.of_layer(layer)
         await pool.steps_done()
         # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
@@ -268,9 +266,10 @@ class Changes:
             for member in pool.members:
                 if member not in present:
                     pool.discard(member)
-            pool.members, pool.arrangement, self._full = present, before, full  # who died of them is found and replaced
+            pool.become(present, before)  # the fence finds and replaces those that died
+            self._full = full
 
-        pool.members, pool.arrangement = [*present[:wanted], *new], arrangement
+        pool.become([*present[:wanted], *new], arrangement)
         self._counted.clear()
         change = f"{len(present)} -> {wanted} ranks"
         self._supervisor.rebuild(change, back=back)

@@ -3,9 +3,8 @@
     start -> serving -> (a rank dies, hangs or raises) -> recovering -> serving ... -> stopped
     serving -> (another number of ranks) -> resizing -> serving
 
-`Ranks` has the members and joins them to groups, `PoolSteps` runs steps on them, `Supervisor` notices that one is gone and
-rebuilds, `Changes` does what somebody asks for: another number of ranks, other places for experts. `Pool` is all of them,
-from start to close.
+`Ranks` owns the members and joins them to groups. `PoolSteps` runs steps on them. `Supervisor` notices lost ranks and rebuilds
+the group. `Changes` moves experts and changes the number of ranks. `Pool` joins the four, from start to close.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ from epserve.rank.step import StepPlan
 from .changes import Changes
 from .members import call_all
 from .ranks import CLOSE_TIMEOUT_S, Ranks
-from .standbys import FIRST_DELAY_S, too_few
-from .steps import PoolSteps
+from .reserves import too_few
+from .steps import PoolSteps, StepFailed
 from .supervisor import Recovery, Supervisor
 
 log = logging.getLogger(__name__)
 
+FIRST_DELAY_S = 10.0  # from the start of the service to its first standby. A starting process takes a core for seconds.
+
 
 class Pool(Ranks):
-    """The ranks and all that acts on them."""
+    """Joins the ranks and everything that acts on them."""
 
     def __init__(
         self,
@@ -51,21 +52,21 @@ class Pool(Ranks):
         info: ModelInfo,
         on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
-        """stamp, info: of the checkpoint from which the plan was made; ranks read no other one."""
+        """Takes the arguments of `Ranks`. Starts nothing."""
         super().__init__(config, plan, device=device, stamp=stamp, info=info, on_state=on_state)
         self.supervisor = Supervisor(self)
-        self.changes, self.steps = Changes(self, self.supervisor), PoolSteps(self, self.supervisor)
+        self.changes, self.steps = Changes(self, self.supervisor), PoolSteps(self, self.supervisor.fail)
         self.on_lost = self.supervisor.lost
         self.supervisor.on_fewer, self.supervisor.on_rebuilt = self.changes.lose, self.changes.grow_back
 
     @property
     def experts_missing(self) -> bool:
-        """Whether some experts are on no rank until a process has started."""
+        """Whether some experts are on no rank until a process has started. Requests may then have to wait."""
         return self.supervisor.experts_missing
 
     @property
     def stuck(self) -> str:
-        """Why the service will not come back by itself; empty: it will, or is there."""
+        """Returns the reason why the service cannot recover without an operator. Empty: it can, or it serves."""
         return self.supervisor.stuck
 
     @property
@@ -86,9 +87,9 @@ class Pool(Ranks):
             asyncio.to_thread(self.stamp.with_digest), self.reserve(engine.ranks + engine.spares)
         )
         self.stamp = digested
-        self.spares.welcome = self._welcome()
+        self.spares.argument = self._welcome()  # the checkpoint as it is now, so that a spare takes no other one
         self._store = self._new_store()  # imports torch while the ranks do
-        self.members = [self.new_member(rank) for rank in range(engine.ranks)]
+        self.found()
         await self.prepare(self.members, self.arrangement)
         await self.unite()
         reports = [member.report for member in self.members]
@@ -106,9 +107,9 @@ class Pool(Ranks):
         self.refill_standbys(delay=FIRST_DELAY_S)
 
     async def close(self, *, reachable: bool = True) -> None:
-        """Ends every actor that start() made; afterwards nothing of this pool talks to Ray.
+        """Ends every actor that start() made. Nothing of this pool talks to Ray afterwards.
 
-        reachable: whether Ray's control service answers; without it the processes are ended by their ids.
+        reachable: Ray's control service answers. Without it, the processes are ended by their ids.
         """
         self.closing = True
         self.serving.clear()
@@ -132,11 +133,12 @@ class Pool(Ranks):
             if self._store is not None:
                 ray.kill(self._store)
             await asyncio.to_thread(self.gang.release)
-        self.members, self._store = [], None
+        self.become((), self.arrangement)
+        self._store = None
 
     def _kill_here(self) -> None:
         here = ray.util.get_node_ip_address()
-        for member in [*self.members, *self.spares.take(self.spares.ready), *self.standbys.take_all()]:
+        for member in [*self.members, *self.spares.take_all(), *self.standbys.take_all()]:
             if member.link is not None:
                 member.link.close()
             if member.facts is not None and member.facts.node_ip == here:
@@ -144,11 +146,15 @@ class Pool(Ranks):
                     os.kill(member.facts.pid, signal.SIGKILL)
 
     async def step(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """One collective step (`PoolSteps.run`)."""
-        return await self.steps.run(plan, shards)
+        """Runs one collective step (`PoolSteps.run`). Raises RankFailed, and recovery is then under way."""
+        try:
+            return await self.steps.run(plan, shards)
+        except StepFailed as error:
+            self.supervisor.judge(error)
+            raise
 
     def rank_of(self, region: int) -> int:
-        """Which rank has a client's region open. Raises InvalidRequest or NotReady where none has."""
+        """Returns the rank that has a client's region open. Raises InvalidRequest or NotReady when none has."""
         return self.regions.rank_of(region)
 
 

@@ -1,7 +1,8 @@
-"""The ranks of a pool: who they are, how experts lie on them, and how newcomers are made, prepared and joined to a group.
+"""The ranks of a pool: its members, the arrangement of experts on them, and the generation of their group.
 
-What acts on them takes this object: `Supervisor` replaces lost ranks, `Changes` moves experts and resizes, `PoolSteps` runs
-steps. None of them is known here.
+`Ranks` makes newcomers, prepares them and joins all members to a group. Only this module changes members, arrangement and
+generation. `Supervisor` (lost ranks), `Changes` (moves, other numbers of ranks) and `PoolSteps` take this object. This module
+knows none of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from epserve import all2all
 from epserve.config import Config
-from epserve.errors import CheckpointError, ConfigError, RankFailed
+from epserve.errors import CheckpointError, ConfigError, EpserveError, RankFailed
 from epserve.link.door import LinkAddress
 from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
@@ -30,6 +31,8 @@ from epserve.models import ModelInfo, Stamp
 from epserve.modular_kernel.measured.known_times import KnownTable
 from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
+from epserve.rank.placement import Placement
+from epserve.rank.setup import plan as rank_plan
 from epserve.rank.setup.cores import most_threads
 from epserve.rank.setup.plan import RankPlan
 from epserve.rank.step import Arrangement
@@ -39,8 +42,7 @@ from .device_regions import DeviceRegions
 from .holders import find_holders, suffice
 from .members import Agents, Member, answer, call_all, check_gpus
 from .ray_cluster import Gang
-from .spares import Spares
-from .standbys import Standbys
+from .reserves import SPARE, STANDBY, Reserve
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ STORE_TIMEOUT_S = 30.0  # a fresh process that imports torch
 
 
 class Marks:
-    """Seconds between the stages of one attempt to join the ranks."""
+    """Records the seconds of each stage of one attempt to join the ranks."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -64,16 +66,15 @@ class Marks:
 
 
 def _with_threads(config: Config) -> Config:
-    """With the most threads of a rank on a CPU, as this process was told them: Ray sets OMP_NUM_THREADS in its own."""
+    """Returns the configuration with the most threads of a CPU rank. Ray sets OMP_NUM_THREADS in its own processes."""
     engine = config.engine.model_copy(update={"cpu_threads": most_threads(config.engine.cpu_threads)})
     return config.model_copy(update={"engine": engine})
 
 
 class Ranks:
-    """`members[r]` is rank r. `on_state(state)`: called with "serving", "recovering" and "resizing". One event loop.
+    """Owns the members (`members[r]` is rank r), the arrangement of experts and the generation of the group.
 
-    `arrangement` says which experts each holds; `generation` numbers the groups that they formed. `on_lost(member)`: called
-    when a member's link ends.
+    All methods run in one event loop. `on_lost(member)` is called when a member's link ends.
     """
 
     def __init__(
@@ -86,20 +87,29 @@ class Ranks:
         info: ModelInfo,
         on_state: Callable[[Literal["serving", "recovering", "resizing"]], None],
     ):
-        """stamp, info: of the checkpoint from which the plan was made; ranks read no other one."""
+        """Starts nothing.
+
+        Args:
+            config: the service's configuration.
+            plan: plan of one rank, made from the checkpoint.
+            device: "cpu" or "cuda".
+            stamp: state of the checkpoint's files. Ranks read no other checkpoint.
+            info: contents of the checkpoint.
+            on_state: is called with each new state.
+        """
         config = _with_threads(config)
         self.config, self.plan, self.device, self.on_state = config, plan, device, on_state
         self.stamp, self.info = stamp, info
-        self._times: dict[str, KnownTable] = {}  # what any rank has measured
+        self._times: dict[str, KnownTable] = {}  # times that any rank has measured
         self.arrangement = Arrangement(config=config, placements=dict.fromkeys(plan.layers, plan.placement))
         self.gang, self.agents = Gang(config, device), Agents()
-        self.spares = Spares(
-            self.new_member, self.discard, enough=config.engine.spares, start_timeout_s=config.cluster.start_timeout_s
+        limit = config.cluster.start_timeout_s
+        self.spares = Reserve(
+            SPARE, lambda _: self.new_member(), self.discard, per_node=config.engine.spares, start_timeout_s=limit
         )
-        self.standbys = Standbys(
-            lambda node_id: Member.stand_by(config, node_id, device=device), self.discard,
-            per_node=config.engine.standbys, chosen=tuple(path.chosen for path in plan.paths),
-            start_timeout_s=config.cluster.start_timeout_s,
+        self.standbys = Reserve(
+            STANDBY, lambda node_id: Member.stand_by(config, node_id, device=device), self.discard,
+            per_node=config.engine.standbys, start_timeout_s=limit, argument=tuple(path.chosen for path in plan.paths),
         )  # fmt: skip
         self._store: Any = None
         self.arena: Arena | None = None
@@ -107,15 +117,15 @@ class Ranks:
         self.load = LoadTotals(plan.layers, plan.placement.num_logical)
         self.generation = 0
         self.explanation: tuple[str, ...] = ()
-        """What rank 0 measured and chose when the present group was made."""
+        """Measurements and choices of rank 0, made with the present group."""
         self.serving = asyncio.Event()
         self.started = self.closing = False
         self.regions = DeviceRegions(lambda: self.members, self.serving)
         self.on_lost: Callable[[Member], None] = lambda member: None
         self.running: dict[int, asyncio.Future] = {}
-        """Steps that were sent, by number; done when they have ended."""
+        """Step number -> future that is done when the step has ended on all ranks."""
         self.tokens_total = 0
-        """Of all steps on all ranks there ever were."""
+        """Tokens of all steps since the start, over all ranks."""
         self._versions = itertools.count(1)
         self._reserving: asyncio.Future | None = None
 
@@ -125,19 +135,19 @@ class Ranks:
 
     @property
     def missing(self) -> dict[int, tuple[int, ...]]:
-        """Layer -> experts that are on no rank while the others go on without; layers that miss none are absent."""
+        """Layer -> experts that are on no rank while the others go on without them. Complete layers are absent."""
         return {layer: each.missing for layer, each in self.arrangement.placements.items() if each.missing}
 
     @property
     def interruptible(self) -> bool:
-        """Whether a rank that waits on its device for one that is gone can be got out of that."""
+        """Whether the wait of a rank's device for a lost rank can be ended from outside."""
         names = {
             name for each in self.members if each.report is not None for name in each.report.backends[0].split("/")
         }
         return all(all2all.REGISTRY.get(name).prepare_finalize.capability.interruptible for name in names)
 
     def next_version(self) -> int:
-        """For a placement that no step has named yet."""
+        """Returns a version that no step has named yet."""
         return next(self._versions)
 
     async def steps_done(self) -> None:
@@ -150,34 +160,92 @@ class Ranks:
         await asyncio.shield(self._reserving)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that reaches the ranks of this host without a copy, while there is room for such ones; small ones are sent."""
+        """Returns a tensor that reaches the ranks of this host without a copy.
+
+        It is a plain tensor when the shared memory is full, or when it is so small that it is sent.
+        """
         worth = math.prod(shape) * dtype.itemsize > INLINE_BYTES
         shared = self.arena.empty(shape, dtype) if self.arena is not None and worth else None
         return shared if shared is not None else torch.empty(shape, dtype=dtype)
 
     def buffer(self, nbytes: int) -> Any:
-        """As `empty`, for bytes; few of them are not worth a block."""
+        """Returns a buffer under the rules of `empty`."""
         shared = self.arena.buffer(nbytes) if self.arena is not None and nbytes > INLINE_BYTES else None
         return shared if shared is not None else bytearray(nbytes)
 
-    # Making and joining ranks.
+    # Members, arrangement and generation change in the following methods and in `unite`.
+
+    def found(self) -> None:
+        """Starts the first process of every rank."""
+        self.members = [self.new_member(rank) for rank in range(self.num_ranks)]
+
+    def put(self, rank: int, newcomer: Member) -> None:
+        """Gives the number of a lost rank to another process."""
+        newcomer.rank = rank
+        self.members[rank] = newcomer
+
+    def become(self, members: Sequence[Member], arrangement: Arrangement) -> None:
+        """Makes these processes ranks 0, 1, ... of the arrangement. They still have to `unite`."""
+        self.members, self.arrangement = list(members), arrangement
+        for rank, member in enumerate(self.members):
+            member.rank = rank
+
+    def move(self, layer: int, placement: Placement) -> None:
+        """Makes all later steps of the layer use the placement."""
+        placements = {**self.arrangement.placements, layer: placement}
+        self.arrangement = Arrangement(config=self.arrangement.config, placements=placements)
+
+    def without(self, lost: Collection[int], *, partial: bool = False) -> Arrangement | None:
+        """Returns the present arrangement without these ranks.
+
+        Args:
+            lost: numbers of ranks.
+            partial: experts may be on no rank afterwards.
+
+        Returns:
+            None when an expert would be lost (unless partial), when no rank would be left, or when the rest cannot run.
+        """
+        version, placements = self.next_version(), {}
+        for layer, placement in self.arrangement.placements.items():
+            possible = len(lost) < placement.layout.num_ranks
+            less = placement.without(set(lost), version=version, partial=partial) if possible else None
+            if less is None:
+                return None
+            placements[layer] = less
+        first = next(iter(placements.values()))
+        try:
+            config = rank_plan.resized(self.arrangement.config, first.layout.counts, first.num_logical)
+            rank_plan.check_layout(config, self.plan, first.layout)
+        except EpserveError as error:
+            log.warning("the other ranks cannot go on alone: %s", error)
+            return None
+        return Arrangement(config=config, placements=placements)
+
+    # Newcomers.
 
     def new_member(self, rank: int = -1) -> Member:
-        """A standby where there is one on the node of a free place, else a process that starts in the background.
+        """Returns a standby or a new process. Rank -1: it has no rank yet."""
+        return self.standby(rank) or self.new_process(rank)
 
-        -1: without a rank yet.
-        """
-        place = self.gang.take(self.standbys.nodes)
-        last = place.last if place.last is not None and (place.last.visible or self.device == "cpu") else None
-        if last is not None and (standby := self.standbys.take(last.node_id)) is not None:
-            standby.occupy(rank, place)
-            return standby
-        return Member.create(self.config, rank, device=self.device, place=place)
+    def standby(self, rank: int) -> Member | None:
+        """Returns a standby that moves into a free place of its node, or None when there is no such place."""
+        if (found := self.gang.take_again(self.standbys.nodes)) is None:
+            return None
+        place, last = found
+        standby = self.standbys.take(last.node_id)
+        assert standby is not None
+        standby.occupy(rank, place)
+        return standby
+
+    def new_process(self, rank: int) -> Member:
+        """Returns a process that starts in the background."""
+        return Member.create(self.config, rank, device=self.device, place=self.gang.take())
 
     def discard(self, member: Member) -> None:
+        """Ends a process and gives its place back."""
         member.discard()
         if member.place is not None:  # else a standby, or it was discarded before
-            # Who never came up says nothing about the place: the next one there is started by Ray.
+            # A standby that never came up says nothing about the place: Ray starts the next process there.
             self.gang.give(member.place, member.facts if member.report is not None or not member.stood_by else None)
             member.place = None
 
@@ -186,9 +254,9 @@ class Ranks:
         self.standbys.refill(nodes, after=self.spares.filling, **when)
 
     async def prepare(self, new: Sequence[Member], arrangement: Arrangement) -> None:
-        """Set up, connect and load; the ranks that serve notice nothing.
+        """Sets newcomers up, connects them and loads their weights. The ranks that serve notice nothing.
 
-        Newcomers read the checkpoint; where one cannot, they take their weights from the ranks, if those hold them all.
+        Newcomers read the checkpoint. If one of them cannot, they take their weights from the ranks that hold all of them.
         """
         try:
             await self._prepare(new, arrangement, self._welcome())
@@ -198,7 +266,7 @@ class Ranks:
                 raise
             log.warning("newcomers take weights from the other ranks: %s", error)
             for member in new:
-                if member.link is not None:  # of the first attempt
+                if member.link is not None:  # from the first attempt
                     member.link.close()
             await self._prepare(new, arrangement, self._welcome(holders))
 
@@ -241,11 +309,9 @@ class Ranks:
             member.report = report
 
     async def unite(self, marks: Marks | None = None) -> None:
-        """All members into the next generation of the group, as `arrangement` has them. `marks` gets the stages."""
+        """Joins all members to the next generation of the group, as `arrangement` has them. `marks` gets the stages."""
         limit = self.config.cluster.start_timeout_s
         self.generation += 1
-        for rank, member in enumerate(self.members):
-            member.rank = rank
         address, _ = await asyncio.gather(
             self._group_address(),
             call_all(self.members, "leave", self.arrangement, timeout=limit, numbered=True),
@@ -274,13 +340,16 @@ class Ranks:
         member.link = await SocketLink.open(address, lambda: self.on_lost(member), self.arena)
 
     def _new_store(self) -> Any:
-        """On this machine: behind a cut cable it would be missed only when Ray gives its node up, after 10 s or a minute."""
+        """Starts the store's actor on this machine.
+
+        Behind a cut cable its loss would show only when Ray gives its node up, after 10 s or a minute.
+        """
         here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
         actor_class: Any = ray.remote(max_restarts=0, num_cpus=0)(StoreActor)
         return actor_class.options(scheduling_strategy=here).remote()
 
     async def _group_address(self) -> GroupAddress:
-        """From the store's actor; a new store where the old one went down with its node."""
+        """Returns the address that the store's actor gives. Starts a new store when the old one went down with its node."""
         for _ in range(2):
             if self._store is None:
                 self._store = self._new_store()

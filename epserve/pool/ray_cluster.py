@@ -145,15 +145,22 @@ class Gang:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, nodes: Collection[str] = ()) -> Place:
-        """A free place; one that was on one of these nodes, by id, where there is such a one."""
-        known = (
-            index for index, place in enumerate(self._free) if place.last is not None and place.last.node_id in nodes
-        )
-        return self._free.pop(next(known, 0))
+    def take(self) -> Place:
+        return self._free.pop(0)
+
+    def take_again(self, nodes: Collection[str]) -> tuple[Place, RankFacts] | None:
+        """Takes a free place whose last process was on one of these nodes, given by id. Returns that process too.
+
+        On a GPU host the place counts only if the process's GPU is known.
+        """
+        for index, place in enumerate(self._free):
+            last = place.last
+            if last is not None and last.node_id in nodes and (last.visible or self._device == "cpu"):
+                return self._free.pop(index), last
+        return None
 
     def give(self, place: Place, last: RankFacts | None = None) -> None:
-        """Back again. last: who leaves it; None: nobody knows where it is."""
+        """Takes a place back. last: the process that leaves it. None: the node of the place is not known."""
         self._free.append(replace(place, last=last))
 
     def reserve(self, more: int) -> None:

@@ -1,10 +1,10 @@
-"""The steps of a pool: to all ranks before any answer is awaited, and whose fault it is when one fails."""
+"""The steps of a pool. A step goes to all ranks before any answer is awaited. A failed step raises its cause and culprit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +17,52 @@ from epserve.rank.step import StepPlan
 
 from .members import Member, who
 from .ranks import Ranks
-from .supervisor import SETTLE_S, Supervisor
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 5.0
+"""Seconds for the other ranks to report a step that failed. It takes milliseconds, on a crowded machine more."""
+
+
+class StepFailed(RankFailed):
+    """A step failed. The same step may run again on the rebuilt group.
+
+    Attributes:
+        cause: rank, step, phase and error, in words.
+        failure: the report that no other one explains. None: no rank has reported in time.
+        member: the rank of that report.
+    """
+
+    def __init__(self, cause: str, failure: Failure | None = None, member: Member | None = None):
+        super().__init__(cause)
+        self.cause, self.failure, self.member = cause, failure, member
+
+    @property
+    def rank(self) -> int:
+        """Returns the number of the failed rank, or -1 when no rank has reported."""
+        return self.failure.rank if self.failure is not None else -1
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the rank's process is of no further use."""
+        return self.failure is not None and self.failure.spoilt
+
 
 class PoolSteps:
-    """`tokens_done`: by rank."""
+    """Runs steps on all ranks. `tokens_done`: rank -> tokens of its finished steps."""
 
-    def __init__(self, ranks: Ranks, supervisor: Supervisor):
-        self._ranks, self._supervisor = ranks, supervisor
+    def __init__(self, ranks: Ranks, on_failing: Callable[[str], None]):
+        """on_failing: is called with the reason as soon as a step fails or is late. The exception follows with all reports."""
+        self._ranks, self._on_failing = ranks, on_failing
         self.tokens_done: dict[int, int] = {}
         self._phases: dict[int, tuple[dict[str, float], ...]] = {}
 
     async def run(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.
 
-        Raises RankFailed; recovery is then under way and the same step may be run again after it.
+        Raises:
+            RankFailed: the ranks are being rebuilt, so the step was not sent.
+            StepFailed: a rank failed. `on_failing` has been called before.
         """
         ranks = self._ranks
         if not ranks.serving.is_set():
@@ -89,7 +118,7 @@ class PoolSteps:
         return out_MK
 
     def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
-        """Each rank's seconds by phase, once, after `step` has returned."""
+        """Returns each rank's seconds by phase. Works once, after `run` has returned."""
         return self._phases.pop(step, ())
 
     async def _finish(
@@ -105,35 +134,34 @@ class PoolSteps:
         if not failures:
             late = [members[rank] for rank, future in enumerate(futures) if future in waiting]
             text = f"step {plan.step} of layer {plan.layer}: no answer within {limit:g} s from {who(late)}"
-            self._supervisor.fail(text)
+            self._on_failing(text)
             _ignore(waiting)
-            raise RankFailed(text)
-        self._supervisor.fail(_describe(root_cause(failures), members))
+            raise StepFailed(text)
+        self._on_failing(_describe(root_cause(failures), members))
         if waiting:  # peers report within milliseconds; the first report is not always the cause
             _, waiting = await asyncio.wait(futures, timeout=SETTLE_S)
             failures = _failures(futures)
             _ignore(waiting)
-        # Who is put down because it cannot leave the step is not the cause of it.
+        # A rank that is put down because it cannot leave the step is not the cause of the failure.
         failures = [replace(each, consequence=each.consequence or members[each.rank].put_down) for each in failures]
         cause = root_cause(failures)
-        self._supervisor.blame(members[cause.rank], cause)
-        text = self._supervisor.cause = _describe(cause, members)
+        text = _describe(cause, members)
         log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
-        raise RankFailed(text)
+        raise StepFailed(text, cause, members[cause.rank])
 
 
 def _describe(failure: Failure, members: Sequence[Member]) -> str:
-    """Rank, step and phase, what happened, and where."""
+    """Returns rank, step, phase, error and the place of the rank."""
     return f"{failure.describe()} [{members[failure.rank].where}]"
 
 
 def _failures(futures: Sequence[asyncio.Future[dict[str, Any]]]) -> list[Failure]:
-    """Of those that have ended, in the order of ranks."""
+    """Returns the failures among the futures that have ended, in the order of ranks."""
     errors = [(rank, future.exception()) for rank, future in enumerate(futures) if future.done()]
     return [replace(error.failure, rank=rank) for rank, error in errors if isinstance(error, RankLost)]
 
 
 def _ignore(futures: set[asyncio.Future[dict[str, Any]]]) -> None:
-    """Their exceptions come later and are nobody's business any more."""
+    """Reads the exceptions when they come, so that asyncio does not log them."""
     for future in futures:
         future.add_done_callback(lambda each: each.exception())

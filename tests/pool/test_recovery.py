@@ -282,9 +282,9 @@ async def test_experts_that_are_missing_are_waited_for_or_refused(engine, refere
 
 async def test_a_spare_that_dies_is_replaced(engine, reference):
     await spare(engine)
-    (idle,) = engine._pool.spares._ready
+    (idle,) = engine._pool.spares.members
     ray.kill(idle.actor)
-    await until(lambda: idle not in engine._pool.spares._ready, BACK_S, "noticing")
+    await until(lambda: idle not in engine._pool.spares.members, BACK_S, "noticing")
     await spare(engine)
     await ask(engine, reference)
 

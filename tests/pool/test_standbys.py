@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 from epserve.config import parse_config
 from epserve.errors import NotReady
 from epserve.link.failure import Failure
-from epserve.pool import standbys
+from epserve.pool import reserves
 from epserve.pool.ray_cluster import Gang, Place
-from epserve.pool.standbys import Standbys
+from epserve.pool.reserves import SPARE, STANDBY, Reserve
 from epserve.rank import endings
 from epserve.rank.endings import lives, start_ticks, wait_for_end
 from epserve.rank.reports import Outcome, RankFacts
@@ -29,13 +30,13 @@ def facts(node_id="a", **changes):
 
 
 class Process:
-    """As much of a Member as Standbys see. `fails`: so many starts go wrong."""
+    """As much of a Member as a Reserve sees. `fails`: so many starts go wrong."""
 
     def __init__(self, node_id, fails=()):
         self.node_id, self.fails, self.facts, self.answers, self.dropped = node_id, fails, None, True, False
 
     async def call(self, method, chosen, timeout):
-        assert (method, chosen, timeout) == ("stand_by", ("backends",), 9)
+        assert (method, chosen, timeout) in (("stand_by", ("backends",), 9), ("warm", "welcome", 9))
         await asyncio.sleep(0)
         if self.fails:
             failure = Failure(rank=-1, phase=method, step=-1, message=self.fails.pop(), consequence=False)
@@ -46,13 +47,11 @@ class Process:
         return self.answers
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    for name in ("DELAY_S", "RETRY_S"):
-        monkeypatch.setattr(standbys, name, 0.01)
+QUICK = replace(STANDBY, delay_s=0.01, retry_s=0.01)
+QUICK_SPARE = replace(SPARE, delay_s=0.01, retry_s=0.01)
 
 
-def make(per_node=1, fails=()):
+def make(per_node=1, fails=(), kind=QUICK, argument=("backends",)):
     made = []
 
     def start(node_id):
@@ -62,14 +61,14 @@ def make(per_node=1, fails=()):
     def drop(process):
         process.dropped = True
 
-    return Standbys(start, drop, per_node=per_node, chosen=("backends",), start_timeout_s=9), made
+    return Reserve(kind, start, drop, per_node=per_node, argument=argument, start_timeout_s=9), made
 
 
 async def ready(all_of_them, count):
     await until(lambda: all_of_them.ready == count, 10, f"{count} standbys")
 
 
-async def test_each_node_has_its_own_and_a_used_one_is_followed_by_another(quick):
+async def test_each_node_has_its_own_and_a_used_one_is_followed_by_another():
     waiting, made = make(per_node=2)
     waiting.refill(["a", "b"], delay=0)
     await ready(waiting, 4)
@@ -93,7 +92,21 @@ async def test_none_are_started_where_none_are_wanted():
     assert not made and not waiting.close()
 
 
-async def test_spares_come_first(quick):
+async def test_spares_are_kept_in_one_line_wherever_they_are(caplog):
+    """The first that was ready is the first that is used. One that cannot start does not end the filling."""
+    waiting, made = make(per_node=2, fails=["no place"], kind=QUICK_SPARE, argument="welcome")
+    waiting.refill(delay=0)
+    await ready(waiting, 2)
+    assert [process.node_id for process in made] == [reserves.ANYWHERE] * 3
+    assert "a spare could not start: rank -1, warm: no place" in caplog.text
+    assert [waiting.take(), waiting.take(), waiting.take()] == [made[1], made[2], None]
+    waiting.refill()
+    await ready(waiting, 2)
+    assert [process.dropped for process in made[:3]] == [True, False, False]
+    await asyncio.gather(*waiting.close(), return_exceptions=True)
+
+
+async def test_spares_come_first():
     waiting, made = make()
     filling = asyncio.ensure_future(asyncio.sleep(0.1))
     waiting.refill(["a"], delay=0, after=filling)
@@ -103,7 +116,7 @@ async def test_spares_come_first(quick):
     assert filling.done()
 
 
-async def test_one_that_cannot_start_or_falls_silent_is_replaced(quick, caplog):
+async def test_one_that_cannot_start_or_falls_silent_is_replaced(caplog):
     waiting, made = make(fails=["no module"])
     waiting.refill(["a"], delay=0)
     await ready(waiting, 1)
@@ -118,7 +131,7 @@ async def test_one_that_cannot_start_or_falls_silent_is_replaced(quick, caplog):
     assert len(made) == 3
 
 
-async def test_behind_a_cut_cable_none_is_asked(quick):
+async def test_behind_a_cut_cable_none_is_asked():
     waiting, made = make()
     waiting.refill(["a", "b"], delay=0)
     await ready(waiting, 2)
@@ -131,7 +144,7 @@ async def test_behind_a_cut_cable_none_is_asked(quick):
     ("nodes", "per_node", "wanted"), [("aab", 1, 2), ("aab", 2, 0), ("abc", 0, 0), ("aaaabbbb", 3, 4), ("", 0, 0)]
 )
 def test_ranks_that_are_lost_together_want_as_many_standbys(nodes, per_node, wanted):
-    said = standbys.too_few(nodes, per_node)
+    said = reserves.too_few(nodes, per_node)
     assert (f"engine.standbys is {per_node}: set it to {wanted}," in said) if wanted else not said
 
 
@@ -140,10 +153,18 @@ def test_places_remember_who_was_there():
     gang, group = Gang(config, "cpu"), SimpleNamespace()
     for number in range(3):
         gang.give(Place(group, number), facts("ab"[number]) if number < 2 else None)
-    assert gang.take(["b"]).bundle == 1
-    first = gang.take(["b"])
+    place, last = gang.take_again(["b"])
+    assert (place.bundle, last.node_id) == (1, "b") and gang.take_again(["b"]) is None
+    first = gang.take()
     assert (first.bundle, first.last.node_id) == (0, "a")
     assert gang.take().last is None
+
+
+def test_on_a_gpu_host_a_place_counts_only_with_the_gpu_of_its_last_process():
+    gang = Gang(parse_config({"model": {"path": "."}}), "cuda")
+    for number, visible in enumerate(["", "3"]):
+        gang.give(Place(SimpleNamespace(), number), facts("a", visible=visible))
+    assert gang.take_again(["a"])[0].bundle == 1 and gang.take_again(["a"]) is None
 
 
 def test_the_end_of_a_process_is_waited_for(monkeypatch):
@@ -191,7 +212,7 @@ async def main(config):
         ask = lambda: engine.forward(Batch(layer=1, hidden=x, deadline=time.monotonic() + 200))
         y, ranks = await ask(), engine.status().ranks
         await until(lambda: engine._pool.standbys.ready)
-        ((standby,),) = engine._pool.standbys._ready.values()
+        (standby,) = engine._pool.standbys.members
         os.kill(ranks[1].pid, signal.SIGKILL)
         await until(lambda: engine.state() != "serving")
         await until(lambda: engine.state() == "serving")

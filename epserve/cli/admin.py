@@ -40,7 +40,7 @@ def rebalance(
     address: Address = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: Authority = None,
     tls_cert: Certificate = None, tls_key: Key = None, tls_name: Name = "", timeout: Timeout = 600,
 ) -> None:  # fmt: skip
-    """Move experts to where they balance the load that was counted, while the service goes on."""
+    """Move experts so that the counted load is balanced, while the service goes on."""
     from epserve.protocol import admin_pb2 as pb
 
     tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
@@ -55,7 +55,7 @@ def rebalance(
 
 def scale(
     address: Annotated[str, typer.Argument(help="host:port of a service.")],
-    ranks: Annotated[int, typer.Argument(help="How many there shall be.", min=1)],
+    ranks: Annotated[int, typer.Argument(help="New number of ranks.", min=1)],
     token_file: TokenFile = None,
     tls_ca: Authority = None,
     tls_cert: Certificate = None,
@@ -63,7 +63,7 @@ def scale(
     tls_name: Name = "",
     timeout: Timeout = 600,
 ) -> None:
-    """Go on with another number of ranks; requests wait for a moment, none is lost."""
+    """Go on with another number of ranks. Requests wait for a moment, and none is lost."""
     from epserve.protocol import admin_pb2 as pb
 
     tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)

@@ -37,7 +37,7 @@ def up(
 def status(
     file: File, json_: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False
 ) -> None:
-    """Show the nodes and the service; the exit code is 0 only when all is well."""
+    """Show the nodes and the service. The exit code is 0 only when all is well."""
     from epserve.errors import ClusterError
 
     found = _cluster(file).status()
@@ -67,7 +67,7 @@ def status(
 
 
 @app.command()
-def logs(file: File, lines: Annotated[int, typer.Option("--lines", "-n", help="From the end.")] = 100) -> None:
+def logs(file: File, lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines to print.")] = 100) -> None:
     """Print the end of the service's log."""
     print(_cluster(file).logs(lines))
 
@@ -75,7 +75,7 @@ def logs(file: File, lines: Annotated[int, typer.Option("--lines", "-n", help="F
 @app.command()
 def down(
     file: File,
-    grace: Annotated[float, typer.Option(help="Seconds that the service has to finish what it accepted.")] = 5.0,
+    grace: Annotated[float, typer.Option(help="Seconds in which the service may finish accepted requests.")] = 5.0,
 ) -> None:
     """Stop the service, then Ray on the workers, then on the head. Other clusters on these nodes are left alone."""
     problems = _cluster(file).down(grace=grace)
@@ -93,10 +93,10 @@ def plan(
     all2all: Annotated[str, typer.Option(help="All-to-all backend; see `epserve compat`.")] = "auto",
     experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of one rank; default: this machine's.")] = None,
-    reserve_gib: Annotated[float | None, typer.Option(help="What the runtime takes for itself.")] = None,
+    reserve_gib: Annotated[float | None, typer.Option(help="Memory that the runtime takes for itself.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
 ) -> None:
-    """Print the bytes that each rank will need and whether they fit; reads headers, allocates nothing."""
+    """Print the bytes that each rank will need and whether they fit. It reads headers and allocates nothing."""
     from dataclasses import asdict
 
     from epserve.config import parse_config
@@ -123,7 +123,7 @@ def _show_plan(found) -> None:
     for title in ("rank", "experts", *(name.replace("_", " ") for name in names)):
         table.add_column(title, no_wrap=True, justify="right")
     shown: dict[tuple, list[int]] = {}
-    for rank in found.ranks:  # one line for ranks that need the same
+    for rank in found.ranks:  # ranks with equal needs share one line
         shown.setdefault((rank.experts, *(getattr(rank, name) for name in names)), []).append(rank.rank)
     for (count, *sizes), members in shown.items():
         label = str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}"
@@ -141,7 +141,7 @@ def _show_plan(found) -> None:
     elif found.fits:
         print(f"fits: {need} of {have}; max_tokens_per_rank may be {found.largest_cap}")
     else:
-        # Ranks of a CPU share its machine's memory: more of them leave each with less.
+        # Ranks of a CPU share their machine's memory: with more ranks, each has less.
         needed = "more ranks" if found.device == "cuda" else "fewer ranks on a machine, or more machines,"
         remedy = f"max_tokens_per_rank {found.largest_cap} would fit" if found.largest_cap else f"{needed} are needed"
         print(f"does not fit: {need} of {have}; {remedy}")

@@ -75,13 +75,13 @@ def serve(
     ] = None,
     ready_file: Annotated[
         Path | None,
-        typer.Option(help="Written once the service answers: host, port, pid.", writable=True, dir_okay=False),
+        typer.Option(help="File to write host, port and pid to, once ready.", writable=True, dir_okay=False),
     ] = None,
     front_ends: Annotated[
         int | None, typer.Option(help="Processes that serve clients, on ports from server.port on: server.front_ends.")
     ] = None,
 ) -> None:
-    """Start the ranks and the gRPC front end; run until SIGTERM or Ctrl-C."""
+    """Start the ranks and the gRPC front end, and run until SIGTERM or Ctrl-C."""
     from .config_reference import dump
     from .config_target import load_target
 
@@ -103,20 +103,20 @@ def serve(
 def front_end(
     join: Annotated[str, typer.Option(help="HOST:PORT of the service's server.join_port.")],
     secret_file: Annotated[
-        Path, typer.Option(help="As the service's server.join_secret_file.", exists=True, dir_okay=False, readable=True)
+        Path, typer.Option(help="The service's server.join_secret_file.", exists=True, dir_okay=False, readable=True)
     ],
     config: Annotated[
         Path | None,
-        typer.Argument(help="YAML file, of which the sections server and scheduler count; may be the service's."),
+        typer.Argument(help="YAML file, perhaps the service's. Only its sections server and scheduler are used."),
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key, e.g. --set server.port=0.")] = None,
     ready_file: Annotated[
         Path | None,
-        typer.Option(help="Written once it listens: host, port, pid.", writable=True, dir_okay=False),
+        typer.Option(help="File to write host, port and pid to, once ready.", writable=True, dir_okay=False),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to look for the service at the start.", min=0.001)] = 60.0,
 ) -> None:
-    """Serve the clients of a service that has its ranks and its queue elsewhere; run until SIGTERM or Ctrl-C."""
+    """Serve the clients of a service that has its ranks and its queue elsewhere, until SIGTERM or Ctrl-C."""
     from epserve.config import load_front_end, read_secret
     from epserve.service.front_end import Joining
     from epserve.service.front_end import serve as run
@@ -171,9 +171,9 @@ def call(
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_name: Name = "",
-    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
 ) -> None:
-    """Send a batch of random tokens through one layer and print what came back."""
+    """Send a batch of random tokens through one layer and print a summary of the result."""
     import time
 
     import torch
@@ -186,7 +186,7 @@ def call(
     tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
     soon = ClientOptions(
         tls=tls, retry=RetryPolicy(attempts=10)
-    )  # 7 s where nothing listens: somebody waits for the answer
+    )  # without a listener the call ends after 7 s, as a person waits for the answer
     with Client(address, soon, token=token) as client:
         if (state := client.status(timeout=timeout).state) != "serving":
             console.print(f"{address} is {state}: waiting for it, at most {timeout:g} s")
@@ -228,12 +228,12 @@ def top(
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Argument(help="Folder or GGUF file: say how its layers are stored and would be served.")
+        Path | None, typer.Argument(help="Model folder or GGUF file, to show how its layers are stored and served.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the service would listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port that the service would listen on.", min=0, max=65535)] = 50051,
 ) -> None:
-    """Say what is installed, which backends are usable and why not, and what is wrong with this machine."""
+    """List the installed packages, the usable backends, the reasons against the others, and this machine's problems."""
     from .doctor import Verdict, examine
 
     colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
@@ -251,7 +251,7 @@ def doctor(
 
 @app.command()
 def compat(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The page of the docs instead of a table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the docs' page instead of a table.")] = False,
 ) -> None:
     """Show which prepare/finalize goes with which experts, and the reason for each no."""
     from .compat import markdown as page
@@ -296,7 +296,8 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def main() -> None:
     """Entry point: the user's own mistakes end in one message, without a traceback."""
-    # Ray forks while our gRPC threads run; its children exec at once, so gRPC's fork handlers only warn. Read at import.
+    # Ray forks while our gRPC threads run. Its children exec at once, so gRPC's fork handlers only warn. gRPC reads the
+    # variable at import.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         app()

@@ -1,4 +1,4 @@
-"""Which prepare/finalize goes with which experts, and why not: the table of `epserve compat` and of the docs.
+"""Makes the table of `epserve compat` and of the docs: the experts that fit each prepare/finalize, and the reasons of the others.
 
 Everything here is derived from the registries and the capability records.
 """
@@ -13,7 +13,7 @@ from epserve.modular_kernel import LayerSpec, why_not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """`reasons`: why the two never fit. `missing`: why one of them cannot run on this machine."""
+    """Holds a pair of backends. `reasons`: why the two never fit. `missing`: why one of them cannot run on this machine."""
 
     all2all: str
     experts: str
@@ -30,7 +30,7 @@ class Pair:
 
 
 def pairs(spec: LayerSpec | None = None) -> list[Pair]:
-    """Every pair, in registration order. With a spec the reasons are those for that layer."""
+    """Returns every pair, in registration order. With a spec the reasons are those for that layer."""
     table = []
     for pf_name in all2all.REGISTRY.names():
         manager = all2all.REGISTRY.get(pf_name)
@@ -44,7 +44,7 @@ def pairs(spec: LayerSpec | None = None) -> list[Pair]:
 
 
 def markdown() -> str:
-    """The table of the docs: what fits what, the same on every machine, and the reason for each no."""
+    """Returns the table of the docs, with the reason for each no. It is the same on every machine."""
     table = pairs()
     columns = experts.REGISTRY.names()
     lines = [

@@ -19,7 +19,7 @@ def config(
         str | None, typer.Option(help="A key such as engine.ranks, or a section such as engine.")
     ] = None,
 ) -> None:
-    """Say what a key of the configuration takes and means, or print a configuration with all its defaults."""
+    """Explain the values and the meaning of a configuration key, or print a configuration with all its defaults."""
     from . import config_reference
     from .config_target import load_target
 
@@ -32,7 +32,7 @@ def config(
 
 
 def save(path: Path, text: str) -> None:
-    """Writes a configuration. Raises ConfigError where the file cannot be written."""
+    """Writes a configuration. Raises ConfigError when the file cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the configuration's keys mean, as a user writes them: for the docs' page, `epserve config` and error messages."""
+"""Explains the configuration's keys in a user's words, for the docs' page, `epserve config` and error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One key.
+    """Describes one key.
 
     Attributes:
         key: dotted, such as `engine.ranks`.
@@ -48,7 +48,7 @@ def entries() -> Iterator[Entry]:
 
 
 def explain(key: str) -> str:
-    """Returns what a key, or each key of a section, takes and means. Raises ConfigError for an unknown key."""
+    """Returns the values and the meaning of a key, or of each key of a section. Raises ConfigError for an unknown key."""
     known = list(entries())
     found = [entry for entry in known if key in (entry.key, entry.key.partition(".")[0])]
     if not found:

@@ -1,4 +1,4 @@
-"""Finds what `epserve serve` is pointed at: a configuration file, a model's folder, or a model in the hub's local cache."""
+"""Finds the target of `epserve serve`: a configuration file, a model's folder, or a model in the hub's local cache."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ from epserve.service.run import running
 
 FAMILIES = {"deepseek_v3": "DeepSeek-V3-like", "mixtral": "Mixtral-like"}
 SIZES: dict[str, Any] = {"hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 4, "num_layers": 3, "seed": 7}
-BATCHES = (1, 7, 64, 250)  # tokens; odd sizes too, since real batches have them
+BATCHES = (1, 7, 64, 250)  # tokens. Real batches have odd sizes, too
 TOLERANCE = 1e-5  # relative L2 error in float32
-STILL_S = 10.0  # between two lines of a stage that lasts
+STILL_S = 10.0  # the time between two lines of a long stage
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def run(
     console = console or Console()
     stage = Stages(console, time.monotonic() if since is None else since)
     logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("epserve.process.lifetime").setLevel(logging.INFO)  # what becomes of a signal
+    logging.getLogger("epserve.process.lifetime").setLevel(logging.INFO)  # it reports the effect of a signal
     warnings.filterwarnings("ignore")
     hf_logging.disable_progress_bar()  # ours is the only bar
     good = True
@@ -159,7 +159,9 @@ def _signals_exit() -> Iterator[None]:
     """Raises SystemExit between two services, so that the folder is removed. Services have their own handlers."""
 
     def leave(number: int, frame: object) -> None:
-        os.write(2, f"epserve: {signal.Signals(number).name}: stopped\n".encode())  # it may have interrupted a print
+        os.write(
+            2, f"epserve: {signal.Signals(number).name}: stopped\n".encode()
+        )  # the signal may have interrupted a print
         raise SystemExit(128 + number)
 
     numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
@@ -221,7 +223,7 @@ def _batch(layer: int, num_tokens: int, hidden: int) -> torch.Tensor:
 
 
 async def _client(address: str, number: int, batches, wanted, advance) -> list[Answer]:
-    """One client: every batch size through a layer, all requests of all clients at once."""
+    """Runs one client: it sends every batch size through a layer. All requests of all clients are in flight at once."""
     layers = list(batches)
     answers = []
     async with AsyncClient(address) as client:

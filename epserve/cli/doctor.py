@@ -41,7 +41,7 @@ def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None
 
 
 def _layers(model: Path) -> list[Finding]:
-    """Returns how each group of the model's layers is stored and would be served."""
+    """Returns the storage of each group of the model's layers, and the way in which it would be served."""
     from epserve.config import parse_config
     from epserve.errors import EpserveError
     from epserve.models import open_checkpoint

@@ -1,4 +1,4 @@
-"""Where `epserve` and `python -m epserve` begin: standard library only, so that a signal during imports shows no traceback."""
+"""Starts `epserve` and `python -m epserve` with the standard library only, so that a signal during imports shows no traceback."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from epserve.process.early_signals import NUMBERS, leave
 
 
 def main() -> None:
-    """The imports behind the command line take seconds, and Python shows an interrupt in the midst of one as its traceback."""
+    """Runs the command line. Its imports take seconds, and Python would print an interrupt during an import as a traceback."""
     for number in NUMBERS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # so starts what a shell has put into the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell starts background jobs with SIGINT ignored
             signal.signal(number, leave)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name beyond the locale's alphabet is no reason to end
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name outside the locale's alphabet must not end the command
     working_folder.leave_out()
     from . import commands
 

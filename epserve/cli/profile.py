@@ -1,4 +1,4 @@
-"""`epserve profile` and `epserve bench`: where one layer's time goes, and the benchmarks of the source tree."""
+"""Defines `epserve profile`, which splits one layer's time into phases, and `epserve bench`, the source tree's benchmarks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def profile(
     experts_type: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")],
     world_size: Annotated[int, typer.Option(help="Ranks, one process each, on this host.")] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    tokens: Annotated[int, typer.Option(help="Of each rank.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 128,
     quant: Annotated[str, typer.Option(help="none (bf16) or fp8_block.")] = "none",
-    rank: Annotated[int, typer.Option(help="Whose trace is written.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank whose trace is written.")] = 0,
     trace: Annotated[Path, typer.Option(help="Chrome-format trace: chrome://tracing, ui.perfetto.dev.")] = Path(
         "epserve_trace.json"
     ),
-    repeats: Annotated[int, typer.Option(help="Forwards that the table's medians are of.")] = 20,
+    repeats: Annotated[int, typer.Option(help="Forwards to time, for the table's medians.")] = 20,
     hidden: Size = None,
     intermediate: Size = None,
     num_experts: Size = None,
     top_k: Size = None,
     shared: Annotated[int | None, typer.Option(help="Intermediate size of the shared expert; 0: none.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.", min=1)] = 180.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.", min=1)] = 180.0,
 ) -> None:
-    """Trace one forward of a DeepSeek-V3-like layer on any compatible pair, and print where its time goes."""
+    """Trace one forward of a DeepSeek-V3-like layer on any compatible pair, and print the time of each phase."""
     from epserve.errors import ConfigError
 
     from .layer.profile import ProfileRequest, profile_layer
@@ -78,9 +78,9 @@ def profile(
 
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which; without it they are listed.")] = "",
+    name: Annotated[str, typer.Argument(help="Benchmark to run. Without a name they are listed.")] = "",
 ) -> None:
-    """Run a benchmark of the source tree: `epserve bench layer --cpu`; its own options: `epserve bench layer -- --help`."""
+    """Run a benchmark of the source tree: `epserve bench layer --cpu`. `epserve bench layer -- --help` lists its options."""
     from epserve.errors import ConfigError
 
     root = source_tree()
@@ -103,7 +103,7 @@ def bench(
 
 
 def source_tree() -> Path:
-    """The folder that holds `benchmarks/`: beside this package, or the current one. A wheel has none."""
+    """Returns the folder that holds `benchmarks/`: beside this package, or the current one. A wheel has none."""
     from epserve.errors import ConfigError
 
     for root in (Path(__file__).resolve().parents[2], Path.cwd()):
@@ -115,7 +115,7 @@ def source_tree() -> Path:
 
 
 def benchmarks(root: Path) -> dict[str, str]:
-    """Programs under `benchmarks/`: name -> the first sentence of the docstring."""
+    """Returns the programs under `benchmarks/`: name -> the first sentence of the docstring."""
     found = {}
     for path in sorted((root / "benchmarks").glob("*.py")):
         text = path.read_text(encoding="utf-8")

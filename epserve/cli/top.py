@@ -73,7 +73,7 @@ class View:
     _rates: dict[int, float] = field(default_factory=dict)
 
     def take(self, status: pb.GetStatusReply, now: float) -> None:
-        """`now`: seconds on any steady clock."""
+        """Adds an answer. `now`: seconds on any steady clock."""
         done = {rank.rank: rank.tokens_done for rank in status.ranks}
         if self._before is not None and now > self._before[0]:
             seconds, old = now - self._before[0], self._before[1]
@@ -118,7 +118,7 @@ class View:
         return Panel(Group(grid, spark), title=title, title_align="left", border_style="dim")
 
     def _ranks(self, status: pb.GetStatusReply, width: int) -> Table:
-        """Narrow terminals get fewer columns rather than cut ones."""
+        """Returns the table of ranks. A narrow terminal gets fewer columns rather than cut ones."""
         shown = [column for column in COLUMNS if width >= column.from_width]
         table = Table(box=None, pad_edge=False)
         for column in shown:
@@ -161,7 +161,7 @@ def run(address: str, *, token: str | None, tls: Tls | None, interval_s: float, 
             while not stop.wait(interval_s):
                 try:
                     view.take(client.status(timeout=max(interval_s, 2.0)), time.monotonic())
-                except EpserveError as error:  # it may be restarting
+                except EpserveError as error:  # the service may be restarting
                     view.trouble = str(error)
                 live.update(view, refresh=True)
 

@@ -14,14 +14,14 @@ def tune(
     config: Annotated[Path, typer.Argument(help="YAML file of the service; see docs/configuration.md.")],
     ranks: Annotated[int | None, typer.Option(help="In place of engine.ranks.", min=1)] = None,
     times: Annotated[Path | None, typer.Option(help="In place of engine.experts_times: the file to fill.")] = None,
-    budget: Annotated[float, typer.Option(help="Most seconds of backends for each kind of rank.", min=0.1)] = 60.0,
+    budget: Annotated[float, typer.Option(help="Most seconds to time backends, per kind of rank.", min=0.1)] = 60.0,
     tiles_budget: Annotated[
-        float, typer.Option(help="Most seconds of the Triton kernels' tiles for each kind of rank; 0: none.", min=0)
+        float, typer.Option(help="Most seconds to time the Triton kernels' tiles, per kind of rank. 0: none.", min=0)
     ] = 180.0,
     tiles_folder: Annotated[Path | None, typer.Option(help="In place of engine.experts_tiles_folder.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure what the file has already, too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again even what the file already has.")] = False,
 ) -> None:
-    """Time tiles and experts backends on this machine for the ranks of a service, so that its start need not."""
+    """Time tiles and experts backends on this machine for the ranks of a service, so that its start measures nothing."""
     from epserve.config import load_config
     from epserve.errors import ConfigError
 

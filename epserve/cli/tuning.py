@@ -104,7 +104,7 @@ def _check_written(config: Config, *, tiles: bool) -> None:
 def _device(config: Config) -> torch.device:
     kind = rank_plan.resolve_device(config.engine.device)
     if kind != "cuda":
-        # As such a rank has, with all ranks on this machine.
+        # A rank has this many threads when all ranks are on this machine.
         most = cores.most_threads(config.engine.cpu_threads)
         torch.set_num_threads(cores.share_of(cores.this_host(), 0, config.engine.ranks, most).threads)
         return torch.device(kind)

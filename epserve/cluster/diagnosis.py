@@ -1,4 +1,4 @@
-"""Why a node cannot join or serve: pure functions over what `node.probe` and Ray report."""
+"""Finds the reasons why a node cannot join or serve: pure functions over the reports of `node.probe` and Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 def probe(ssh: Ssh, host: str, gcs: str, paths: Sequence[str] = ()) -> dict[str, Any]:
-    """`node.probe`, and how far the node's clock is off: `skew` in seconds, 0 within what the call itself took."""
+    """Returns the facts of `node.probe` and `skew`, the node's clock error in seconds (0 within the time of the call itself)."""
     before = time.time()
     fact = ssh.call(host, "probe", gcs=gcs, paths=list(paths))
     early, late = fact["time"] - time.time(), fact["time"] - before
@@ -25,7 +25,7 @@ def probe(ssh: Ssh, host: str, gcs: str, paths: Sequence[str] = ()) -> dict[str,
 
 
 def check_nodes(facts: Mapping[str, dict[str, Any]], file: ClusterFile) -> list[str]:
-    """Every reason against these nodes, one line each. Versions that are not installed yet are no reason."""
+    """Returns every reason against these nodes, one line each. Versions that are not installed yet are no reason."""
     problems, settings = [], file.settings
     head = facts.get(file.head_ip, {})
     for host, fact in facts.items():
@@ -46,7 +46,10 @@ def check_nodes(facts: Mapping[str, dict[str, Any]], file: ClusterFile) -> list[
 
 
 def version_skew(fact: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """Ray refuses a node with another Ray or Python minor version; another torch or epserve fails later and worse."""
+    """Returns the versions that differ from the head's.
+
+    Ray refuses a node with another Ray or Python minor version. Another torch or epserve fails later and with worse messages.
+    """
     if not head or not fact["packages"]["ray"] or not head["packages"]["ray"]:
         return []
     pairs = [("Python", _minor(fact["python"]), _minor(head["python"]))]
@@ -56,7 +59,7 @@ def version_skew(fact: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
 
 
 def why_missing(ssh: Ssh, file: ClusterFile, missing: Sequence[str]) -> tuple[list[str], bool]:
-    """Look at the nodes that did not join. Returns a reason for each, and whether waiting longer cannot help."""
+    """Looks at the nodes that did not join. Returns a reason for each, and whether waiting longer cannot help."""
     if not missing:
         return ["fewer instances came up than the file asks for; see `ray monitor FILE`"], False
     gcs = f"{file.head_ip}:{file.port}"
@@ -69,7 +72,7 @@ def why_missing(ssh: Ssh, file: ClusterFile, missing: Sequence[str]) -> tuple[li
             hopeless |= isinstance(fact, Unreachable)
             continue
         skew = version_skew(fact, head) if isinstance(head, dict) else []
-        if skew:  # its setup commands may still be installing: no reason to give up early
+        if skew:  # the node's setup commands may still be installing, so the wait goes on
             reasons += [f"{host}: {text}" for text in skew]
         elif fact["ray"]:
             reasons.append(f"{host}: its Ray runs but the head does not see it; is {gcs} reachable from there?")
@@ -81,7 +84,7 @@ def why_missing(ssh: Ssh, file: ClusterFile, missing: Sequence[str]) -> tuple[li
 
 
 def check_resources(service: Config, nodes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ClusterError when the ranks cannot fit on these nodes, naming what each node offers."""
+    """Raises ClusterError when the ranks cannot fit on these nodes. The message names each node's resources."""
     engine, cluster = service.engine, service.cluster
     cuda = engine.device == "cuda" or (engine.device == "auto" and any(node["gpus"] for node in nodes.values()))
     kinds = [("cpus", "CPUs", cluster.cpus_per_rank)] + [("gpus", "GPUs", cluster.gpus_per_rank)] * cuda

@@ -1,6 +1,6 @@
-"""The commands of a cluster file over plain ssh, without `ray up`: no autoscaler runs, and no node heals by itself.
+"""Runs the commands of a cluster file over plain ssh, without `ray up`: no autoscaler runs, and no node heals by itself.
 
-For provider local. What `ray up` does is kept: file mounts, setup commands, start commands, in this order, head first.
+It is for provider local. The steps are those of `ray up`: file mounts, setup commands, start commands, in this order, head first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from epserve.errors import ClusterError
 from .file import ClusterFile
 from .ssh import Ssh, each
 
-SLOW_START = (
-    "timed out during startup"  # Ray gives its own start 30 s and no way to give more; a busy machine takes longer
-)
-AUTOSCALER = re.compile(r"\s--autoscaling-config=\S+")  # points at a file that only `ray up` makes
+SLOW_START = "timed out during startup"  # Ray's own start has a fixed limit of 30 s, and a busy machine takes longer
+AUTOSCALER = re.compile(r"\s--autoscaling-config=\S+")  # the option names a file that only `ray up` makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """Raises ClusterError with every node's reason."""
+    """Starts Ray on nodes by the cluster file's commands. Raises ClusterError with every node's reason."""
 
     file: ClusterFile
     ssh: Ssh
@@ -41,7 +39,7 @@ class Direct:
         return cls(file=file, ssh=ssh, data=yaml.safe_load(file.path.read_text(encoding="utf-8")))
 
     def start(self, hosts: Sequence[str]) -> None:
-        """Set up and start Ray on these nodes; the others are left alone."""
+        """Sets up and starts Ray on these nodes. The others are left alone."""
         head, limit = self.file.head_ip, self.file.settings.up_timeout_s
         for kind, group in (("head", [head]), ("worker", self.file.worker_ips)):
             chosen = [host for host in group if host in hosts]
@@ -75,13 +73,13 @@ class Direct:
                 raise ClusterError(f"{host}: {command.splitlines()[0][:100]!r} ended with {done.returncode}: {said}")
 
     def _copy(self, host: str, local: str, remote: str, limit: float) -> None:
-        """As `ray up` does it: a folder's contents, and the folders above a file are made."""
+        """Copies as `ray up` does: a folder's contents, or a file with the folders above it."""
         source = Path(local).expanduser()
         slash = "/" if source.is_dir() else ""
         excludes = [f"--exclude={pattern}" for pattern in self.data.get("rsync_exclude", [])]
         *ssh, target = self.ssh.words(host)
         where = remote if slash else str(Path(remote).parent)
-        made = self.ssh.run(host, f"mkdir -p {where}", timeout=60)  # unquoted: ~ is the node's home directory
+        made = self.ssh.run(host, f"mkdir -p {where}", timeout=60)  # without quotes, ~ is the node's home directory
         words = ["rsync", "-az", *excludes, "-e", shlex.join(ssh), f"{source}{slash}", f"{target}:{remote}{slash}"]
         done = subprocess.run(
             words, capture_output=True, encoding="utf-8", errors="replace", timeout=limit, check=False

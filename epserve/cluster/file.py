@@ -1,6 +1,6 @@
-"""A Ray cluster file, checked at the door: against Ray's own schema, and for what `ray up` would accept and then not do.
+"""Reads and checks a Ray cluster file: against Ray's own schema, and for settings that `ray up` would accept and then ignore.
 
-What Ray does not know stands under `metadata.epserve`, a field that Ray leaves alone, so that plain `ray up FILE` works too.
+Our own settings stand under `metadata.epserve`, a field that Ray leaves alone, so that plain `ray up FILE` works too.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from epserve.config import read_mapping
 from epserve.errors import ConfigError
 
-TOKEN = "~/.ray/auth_token"  # where Ray looks for it on a node
+TOKEN = "~/.ray/auth_token"  # the place where Ray looks for the token on a node
 
 
 class Settings(BaseModel):
-    """`metadata.epserve` of a cluster file."""
+    """Holds `metadata.epserve` of a cluster file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     service: Path | None = None
-    """The service's configuration on this machine, relative to the cluster file; none: Ray only."""
+    """The service's configuration on this machine, relative to the cluster file. None: only Ray is started."""
     up_timeout_s: Annotated[float, Field(gt=0)] = 900.0
-    """How long `ray up` may take: instances, file mounts, setup commands of the head."""
+    """Seconds that `ray up` may take: instances, file mounts, setup commands of the head."""
     join_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """How long the workers may take after that: their setup commands included."""
+    """Seconds that the workers may take after that, with their setup commands."""
     min_free_disk_gib: Annotated[float, Field(ge=0)] = 5.0
-    """On /tmp of each node: Ray's logs and spilled objects."""
+    """Free space that /tmp of each node needs for Ray's logs and spilled objects."""
     max_clock_skew_s: Annotated[float, Field(gt=0)] = 5.0
-    """Between a node and this machine; above it tokens, certificates and deadlines misbehave."""
+    """Largest clock difference in seconds between a node and this machine. Above it tokens, certificates and deadlines fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ClusterFile:
     name: str
     provider: str
     head_ip: str
-    """Provider local only; elsewhere the cloud decides, and it is empty."""
+    """The head's address with provider local. It is empty with other providers, as the cloud decides."""
     worker_ips: tuple[str, ...]
     num_nodes: int
     port: int
@@ -69,7 +69,7 @@ class ClusterFile:
 
 
 def load_cluster_file(path: str | Path) -> ClusterFile:
-    """Raises ConfigError with every problem; touches no network."""
+    """Reads a cluster file without touching the network. Raises ConfigError with every problem."""
     path = Path(path).resolve()
     data = read_mapping(path, "cluster file")
     problems = schema_problems(data) or _problems(data)
@@ -96,22 +96,22 @@ def load_cluster_file(path: str | Path) -> ClusterFile:
 
 
 def schema_problems(data: Any) -> list[str]:
-    """What Ray's own schema says about a cluster file, one line each."""
+    """Returns the problems that Ray's own schema finds in a cluster file, one line each."""
     import jsonschema
 
-    spec = importlib.util.find_spec("ray")  # found, not imported: importing Ray takes a second
+    spec = importlib.util.find_spec("ray")  # finds Ray without importing it, which takes a second
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Ray is not installed here: pip install ray")
     schema = Path(next(iter(spec.submodule_search_locations))) / "autoscaler" / "ray-schema.json"
     if isinstance(data, dict) and isinstance(data.get("provider"), dict) and data["provider"].get("type") == "local":
-        data = {key: value for key, value in data.items() if key != "min_workers"}  # Ray takes it out before it looks
+        data = {key: value for key, value in data.items() if key != "min_workers"}  # Ray removes it before its check
     validator = jsonschema.Draft7Validator(json.loads(schema.read_text(encoding="utf-8")))
     errors = sorted(validator.iter_errors(data), key=lambda error: [str(part) for part in error.absolute_path])
     return [f"{'.'.join(str(part) for part in error.absolute_path) or 'file'}: {error.message}" for error in errors]
 
 
 def _problems(data: dict[str, Any]) -> list[str]:
-    """Traps that the schema lets through."""
+    """Returns problems that the schema lets through."""
     problems = []
     provider, auth = data["provider"], data.get("auth", {})
     for key in ("ssh_user", "ssh_private_key"):
@@ -152,7 +152,7 @@ def _port(data: dict[str, Any]) -> int:
 
 
 def _at(value: str) -> Path:
-    """As Ray takes it: relative to the working directory."""
+    """Returns the path as Ray takes it, relative to the working directory."""
     return Path(value).expanduser().resolve()
 
 

@@ -1,7 +1,8 @@
-"""`epserve cluster up | status | logs | down`: what each does, in order.
+"""Carries out `epserve cluster up | status | logs | down`.
 
-`up`: look at every node, run `ray up`, wait until every node has joined or say which did not and why, then start the service
-on the head or refuse with the reason. `down`: the service first, then Ray on the workers, then on the head.
+`up` looks at every node, runs `ray up`, and waits until every node has joined, or names the missing nodes with the reasons.
+Then it starts the service on the head, or refuses with the reason. `down` stops the service, then Ray on the workers, then
+Ray on the head.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .direct import SLOW_START, Direct
 from .file import ClusterFile
 from .ssh import Ssh, check_ssh, each
 
-HOME = Path("~/.epserve")  # of the operator and of the head: one folder a cluster
-JOIN_SLICE_S = 15.0  # one wait on the head; between two of them the missing nodes are looked at
+HOME = Path("~/.epserve")  # on the operator's machine and on the head, with one folder a cluster
+JOIN_SLICE_S = 15.0  # the length of one wait on the head. Between two waits the missing nodes are examined
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What `epserve cluster status` prints. `nodes`: address -> what Ray says; `facts`: address -> probe or error."""
+    """Holds the output of `epserve cluster status`. `nodes`: address -> Ray's record. `facts`: address -> probe or error."""
 
     up: bool
     nodes: dict[str, dict[str, Any]]
@@ -48,10 +49,10 @@ class Status:
 
 
 class Cluster:
-    """One cluster file and its nodes."""
+    """Runs the commands on the nodes of one cluster file."""
 
     def __init__(self, file: ClusterFile, *, say: Say = print):
-        """Raises ConfigError where this machine lacks what ssh needs: the client, the key, a folder for known hosts."""
+        """Raises ConfigError when this machine lacks the ssh client, the key, or a folder for known hosts."""
         self.file, self.say = file, say
         check_ssh(file.ssh_key)
         self.home = HOME.expanduser() / file.name
@@ -66,14 +67,20 @@ class Cluster:
     def up(
         self, *, restart: bool = False, restart_service: bool = False, check: bool = True, direct: bool = False
     ) -> dict[str, Any]:
-        """Returns the service's ready record (host, port, pid; empty without a service). Raises ClusterError.
+        """Starts the cluster and returns the service's ready record (host, port, pid). It is empty without a service.
 
-        restart: restart Ray, and with it every actor, where it already runs. restart_service: only the service.
-        direct: run the file's commands over plain ssh instead of `ray up`.
+        Args:
+            restart: restarts Ray, and with it every actor, on nodes that already run it.
+            restart_service: restarts only the service.
+            check: refuses to start when a node has a problem.
+            direct: runs the file's commands over plain ssh instead of `ray up`.
+
+        Raises:
+            ClusterError: the message has every node's reason.
         """
         if direct and not self.file.local:
             raise ConfigError(f"provider {self.file.provider}: only `ray up` can make its instances")
-        service = self._service_config()  # a wrong configuration is said before anything is started
+        service = self._service_config()  # a wrong configuration is an error before anything is started
         running = self._before(service, check=check)
         self._make_token()
         keep = bool(running) and not restart
@@ -114,7 +121,7 @@ class Cluster:
         return self.ssh.call(self._head(), "log", folder=self.remote, lines=lines)["text"]
 
     def down(self, *, grace: float = 5.0) -> list[str]:
-        """Stop everything that belongs to this cluster; returns what could not be stopped, one line each."""
+        """Stops everything that belongs to this cluster. Returns the processes that could not be stopped, one line each."""
         if not self.file.local:
             self._cloud_down()
             return []
@@ -148,7 +155,7 @@ class Cluster:
         return None if self.file.service is None else load_config(self.file.service)
 
     def _before(self, service: Config | None, *, check: bool) -> list[str]:
-        """Look at every node at once. Returns the nodes whose Ray runs already, none if the head's does not.
+        """Looks at every node at once. Returns the nodes whose Ray runs already, or none if the head's does not.
 
         Raises ClusterError with every problem found.
         """
@@ -189,7 +196,7 @@ class Cluster:
         self.say(f"ray up took {time.monotonic() - start:.0f} s")
 
     def _logged(self, words: list[str], log: Path) -> int | str:
-        """Run Ray's command line with its output in `log`. Returns the exit code, or why there is none."""
+        """Runs Ray's command line with its output in `log`. Returns the exit code, or the reason why there is none."""
         limit = self.file.settings.up_timeout_s
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -197,7 +204,7 @@ class Cluster:
                 start_new_session=True)  # fmt: skip
             try:
                 return process.wait(limit)
-            except BaseException as error:  # on a timeout and on Ctrl-C alike: `ray up` retries for ever
+            except BaseException as error:  # a timeout or Ctrl-C must end `ray up`, which retries for ever
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 if not isinstance(error, subprocess.TimeoutExpired):
@@ -205,7 +212,7 @@ class Cluster:
                 return f"nothing after {limit:.0f} s (metadata.epserve.up_timeout_s)"
 
     def _join(self) -> dict[str, dict[str, Any]]:
-        """Wait for all nodes; returns what each offers. A missing node is examined while we wait: see `why_missing`."""
+        """Waits for all nodes and returns their resources. `why_missing` examines missing nodes during the wait."""
         head, gcs, wanted = self._head(), self._gcs(), self.file.num_nodes
         start = time.monotonic()
         deadline = start + self.file.settings.join_timeout_s
@@ -260,7 +267,7 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
-        if self.file.local:  # the second autoscaler starts no workers with provider local, and says nothing
+        if self.file.local:  # with provider local the second autoscaler silently starts no workers
             environment["RAY_UP_enable_autoscaler_v2"] = "0"
         return environment
 
@@ -284,5 +291,5 @@ class Cluster:
         return self.file.nodes if self.file.local else (self._head(),)
 
     def _gcs(self) -> str:
-        """How Ray's processes on the nodes name their head. In a cloud that is its inner address, which only it knows."""
+        """Returns the head's address in the words of Ray's processes. In a cloud only the head knows that inner address."""
         return f"{self.file.head_ip}:{self.file.port}" if self.file.local else "auto"

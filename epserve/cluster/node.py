@@ -41,7 +41,7 @@ def probe(gcs: str, paths: list[str] | None = None) -> dict:
     facts["gpus"] = _gpus()
     facts["resolves_to"] = _resolve(facts["host"])
     own, table = own_ray(gcs), processes()
-    facts["ray"] = any(Path(table.get(pid, [""])[0]).name == "raylet" for pid in own)  # the rest may outlive it
+    facts["ray"] = any(Path(table.get(pid, [""])[0]).name == "raylet" for pid in own)  # other processes may outlive it
     facts["missing"] = [path for path in paths or () if not os.path.exists(os.path.expanduser(path))]
     facts["port_taken_by"] = "" if own else _port_user(address, port)
     return facts
@@ -95,18 +95,18 @@ def _port_user(address: str, port: int) -> str:
 
 
 def network(peer: str) -> None:
-    """Print the environment that binds gloo and NCCL to the interface that leads to `peer` (or owns that address).
+    """Prints the environment that binds gloo and NCCL to the interface that leads to `peer` (or owns that address).
 
-    Without it gloo binds to whatever this host's name resolves to: on Debian-like systems 127.0.1.1, where no peer is.
+    Without it gloo binds to the address that this host's name resolves to: on Debian-like systems 127.0.1.1, without peers.
     """
     import fcntl
     import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        probe_socket.connect((peer, 9))  # UDP: sends nothing, chooses the route
+        probe_socket.connect((peer, 9))  # with UDP this sends nothing and chooses the route
         own = probe_socket.getsockname()[0]
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # SIOCGIFADDR; fails for interfaces without an IPv4 address
+            with contextlib.suppress(OSError):  # SIOCGIFADDR fails for interfaces without an IPv4 address
                 found = fcntl.ioctl(probe_socket.fileno(), 0x8915, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == own:
                     print(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
@@ -128,7 +128,7 @@ def processes() -> dict[int, list[str]]:
 
 
 def own_ray(gcs: str) -> set[int]:
-    """The Ray processes of the cluster whose head is `gcs` (address:port), and everything that they started.
+    """Returns the Ray processes of the cluster whose head is `gcs` (address:port), and everything that they started.
 
     `ray stop` would end the Ray processes of every cluster and user on this machine.
     """
@@ -209,7 +209,7 @@ def stop_ray(gcs: str, name: str = "", grace: float = 3.0) -> dict:
 
 
 def ssh_masters(name: str) -> set[int]:
-    """The shared ssh connections that this cluster's autoscaler keeps to its workers.
+    """Returns the shared ssh connections that this cluster's autoscaler keeps to its workers.
 
     OpenSSH detaches them from Ray's processes, so that they outlive those: by 10 s when idle, and until a network timeout
     when their worker has gone. Ray's `command_runner.py` names their sockets.

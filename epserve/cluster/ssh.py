@@ -1,6 +1,6 @@
-"""Commands on a cluster's nodes over ssh, with the reason when one cannot be reached.
+"""Runs commands on a cluster's nodes over ssh, and gives the reason when a node cannot be reached.
 
-Runs OpenSSH's client: jump hosts, agents and `~/.ssh/config` work as they do by hand.
+It runs OpenSSH's client: jump hosts, agents and `~/.ssh/config` work as they do by hand.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from epserve.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 5  # a host in the same room answers in milliseconds; one that is off never does
+CONNECT_TIMEOUT_S = 5  # a host in the same room answers in milliseconds
 NODE_PROGRAM = Path(__file__).with_name("node.py")
-REASONS = (  # what OpenSSH prints, what it means, what helps
+REASONS = (  # OpenSSH's words, their meaning, the remedy
     ("Permission denied", "it refuses the key", "check auth.ssh_user and auth.ssh_private_key"),
     ("Connection refused", "nothing listens on its ssh port", "start sshd there"),
     ("timed out", "no answer", "check the address, the power and the firewall"),
@@ -46,8 +46,8 @@ class Ssh:
     proxy: str = ""
 
     def call(self, host: str, action: str, *, wait: float = 30.0, **arguments: Any) -> Any:
-        """Run one action of `epserve.cluster.node` on a node; its source travels with the call, so nothing has to be
-        installed there but Python. Raises Unreachable, or ClusterError when the action fails."""
+        """Runs one action of `epserve.cluster.node` on a node. The program's source travels with the call, so the node only
+        needs Python. Raises Unreachable, or ClusterError when the action fails."""
         words = ["python3", "-", action, json.dumps(arguments)]
         done = self.run(host, shlex.join(words), timeout=wait, stdin=NODE_PROGRAM.read_text(encoding="utf-8"))
         lines = done.stdout.strip().splitlines()
@@ -56,7 +56,7 @@ class Ssh:
         return json.loads(lines[-1])
 
     def run(self, host: str, command: str, *, timeout: float, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """`command` in the environment that Ray's own commands get: an interactive login shell that reads ~/.bashrc."""
+        """Runs `command` in the environment of Ray's own commands: an interactive login shell that reads ~/.bashrc."""
         words = [*self.words(host), "bash", "--login", "-i", "-c", shlex.quote(f"source ~/.bashrc; {command}")]
         try:
             done = subprocess.run(
@@ -69,12 +69,12 @@ class Ssh:
         return done
 
     def words(self, host: str) -> list[str]:
-        """The ssh command line up to the remote command."""
+        """Returns the ssh command line up to the remote command."""
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": CONNECT_TIMEOUT_S,
             "IdentitiesOnly": "yes",
-            "StrictHostKeyChecking": "accept-new",  # a changed key is an error, a new host is not
+            "StrictHostKeyChecking": "accept-new",  # a changed key is an error, a new host is accepted
             "UserKnownHostsFile": self.known_hosts,
             "LogLevel": "ERROR",
             "ServerAliveInterval": 5,
@@ -96,7 +96,7 @@ class Ssh:
 
 
 def check_ssh(key: Path) -> None:
-    """Raises ConfigError now rather than once for each node."""
+    """Raises ConfigError for a missing client or key, once instead of for each node."""
     if shutil.which("ssh") is None:
         raise ConfigError("ssh is not installed here: install OpenSSH's client (openssh-client)")
     try:
@@ -106,7 +106,7 @@ def check_ssh(key: Path) -> None:
 
 
 def each(hosts: Iterable[str], work: Callable[[str], T]) -> dict[str, T | ClusterError]:
-    """`work` on all hosts at once; a node's ClusterError is its result."""
+    """Runs `work` on all hosts at once. A node's ClusterError is its result."""
 
     def one(host: str) -> T | ClusterError:
         try:

@@ -1,7 +1,7 @@
-"""Keeps `epserve serve` running on the head node: restarts it when it dies, stops it when told.
+"""Keeps `epserve serve` running on the head node: restarts it when it dies, and stops it on a signal.
 
-Run by `node.start_service` as `python -m epserve.cluster.supervise FOLDER`; FOLDER holds the configuration, the log, the
-ready file and `state.json`, which says what happened last.
+`node.start_service` runs it as `python -m epserve.cluster.supervise FOLDER`. FOLDER holds the configuration, the log, the
+ready file and `state.json`, which records the last event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .node import CONFIG, READY, STATE
 
-CONFIGURATION_IS_WRONG = 2  # the exit code of `epserve` for the operator's own mistakes: trying again will not help
+CONFIGURATION_IS_WRONG = 2  # the exit code of `epserve` for the operator's own mistakes. Another attempt would not help
 FIRST_DELAY_S, LAST_DELAY_S = 1.0, 30.0
 HEALTHY_AFTER_S = 60.0  # a service that ran this long starts again with the first delay
 
@@ -27,7 +27,7 @@ def command(folder: Path) -> list[str]:
 
 
 def supervise(folder: Path, words: list[str]) -> int:
-    """Run `words` until it ends well, ends with a wrong configuration, or a signal comes. Returns its last exit code."""
+    """Runs `words` until it ends well, ends with a wrong configuration, or a signal comes. Returns its last exit code."""
     stop = threading.Event()
     running: list[subprocess.Popen[bytes]] = []
 
@@ -45,7 +45,7 @@ def supervise(folder: Path, words: list[str]) -> int:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
         running[:] = [process]
         _note(folder, state="running", pid=process.pid, restarts=restarts)
-        if stop.is_set():  # the signal came while it was being started
+        if stop.is_set():  # the signal came during the start
             process.send_signal(signal.SIGTERM)
         code = process.wait()
         (folder / READY).unlink(missing_ok=True)

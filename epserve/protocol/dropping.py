@@ -1,8 +1,8 @@
 """Ends calls that gRPC would keep for as long as their client likes, and keeps clients that go away out of the log.
 
 A reply that its client does not read lies in gRPC until the client reads it, cancels the call or closes the connection. A status
-waits behind it. grpc.aio has no method that resets a stream, but it resets the stream of a call that nothing refers to any more.
-The two tasks that serve a call are what refers to it: one runs the method, the other waits for the client's cancellation.
+waits behind it. grpc.aio has no method that resets a stream, but it resets the stream of a call without references. Two tasks
+refer to a call: one runs the method, the other waits for the client's cancellation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack 
 log = logging.getLogger("epserve.server")
 
 _OWNER = "_schedule_rpc_coro"
-"""Of grpc.aio's server: the coroutine of the task that waits for a cancellation, and refers to the method's task."""
+"""The coroutine in grpc.aio's server whose task waits for a cancellation and refers to the method's task."""
 _due: set[asyncio.Task[Any]] = set()
 
 
@@ -48,13 +48,13 @@ def _sweep() -> None:
 
 
 def _tasks_of(coroutine: Any) -> set[asyncio.Task[Any]]:
-    """Those that a coroutine's variables hold. Compiled coroutines keep variables in an object of their own."""
+    """Returns the tasks that a coroutine's variables hold. Compiled coroutines keep variables in an object of their own."""
     near = gc.get_referents(coroutine)
     return {each for each in (*near, *gc.get_referents(*near)) if isinstance(each, asyncio.Task)}
 
 
 def quiet(record: logging.LogRecord) -> bool:
-    """A filter of gRPC's log: a client that goes away before it has its reply is a line, not an error with a traceback."""
+    """Filters gRPC's log: a client that goes away before it has its reply is one line, not an error with a traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, cygrpc.ExecuteBatchError):
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -1,8 +1,8 @@
-"""Frames of a stream as bytes, with one copy of a tensor's data on each side where protobuf makes three.
+"""Writes and reads frames of a stream with one copy of a tensor's data on each side. protobuf makes three.
 
-The bytes are those of RequestFrame and ReplyFrame, which number their fields alike: any client in any language fits. A part
-that is written in the order of its fields, as everybody writes it, is taken apart here, a whole request or reply in
-messages.py; whatever looks otherwise is protobuf's to read or to refuse.
+The bytes are those of RequestFrame and ReplyFrame, which number their fields alike: any client in any language fits. This
+module reads a part whose fields are in the usual order, and messages.py reads a whole request or reply. protobuf reads or
+refuses every other frame.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .messages import Outgoing, Received, read_varint, varint
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 CALL, BEGIN, PART, FIELD, DATA = 0x08, 0x12, 0x1A, 0x08, 0x12
-"""Tags: call = 1 and field = 1 are varints; begin = 2, part = 3 and data = 2 have a length."""
+"""The tags of fields. call = 1 and field = 1 are varints. begin = 2, part = 3 and data = 2 have a length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """As pb.Part. `data` is a view of somebody's memory."""
+    """Stands for a pb.Part. `data` is a view of memory that the piece does not own."""
 
     field: pb.Field
     data: memoryview
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PartFrame:
-    """As a RequestFrame or ReplyFrame with a part."""
+    """Stands for a RequestFrame or ReplyFrame with a part."""
 
     call: int
     part: Piece
@@ -43,7 +43,7 @@ class PartFrame:
 
 @dataclass(frozen=True, slots=True)
 class BeginFrame:
-    """As a RequestFrame or ReplyFrame with a whole request or reply."""
+    """Stands for a RequestFrame or ReplyFrame with a whole request or reply."""
 
     call: int
     begin: Received | Outgoing
@@ -61,7 +61,7 @@ def part_frame(call: int, field: pb.Field, data: memoryview) -> PartFrame:
 
 
 def serialise(frame: Any) -> bytes:
-    """A frame of this module, or protobuf's own."""
+    """Returns the bytes of a frame of this module, or of protobuf's own."""
     if isinstance(frame, BeginFrame):
         assert isinstance(frame.begin, Outgoing)
         parts = messages.parts(frame.begin)
@@ -78,17 +78,17 @@ def _call(frame: PartFrame | BeginFrame) -> bytes:
 
 
 def parse_request(data: bytes) -> pb.RequestFrame | PartFrame | BeginFrame:
-    """Raises DecodeError."""
+    """Reads a frame of a client. Raises DecodeError."""
     return _frame(data, pb.ForwardRequest) or pb.RequestFrame.FromString(data)
 
 
 def parse_reply(data: bytes) -> pb.ReplyFrame | PartFrame | BeginFrame:
-    """Raises DecodeError."""
+    """Reads a frame of a server. Raises DecodeError."""
     return _frame(data, pb.ForwardReply) or pb.ReplyFrame.FromString(data)
 
 
 def begun(frame: Any) -> Received:
-    """The request or reply of a frame that came with one."""
+    """Returns the request or reply of a frame that has one."""
     if not isinstance(frame, BeginFrame):
         return Received(frame.begin)
     assert isinstance(frame.begin, Received)
@@ -96,8 +96,10 @@ def begun(frame: Any) -> Received:
 
 
 def experts_stub(channel: Any) -> pb_grpc.ExpertsStub:
-    """Of a channel, asyncio's or not: the generated one but for Forward, which takes Outgoing and gives Received, and for the
-    stream's frames."""
+    """Returns the generated stub of a channel (asyncio's or not), with other types in two methods.
+
+    Forward takes Outgoing and returns Received. ForwardStream has frames of this module.
+    """
     made = pb_grpc.ExpertsStub(channel)
     made.Forward = channel.unary_unary(
         f"/{SERVICE}/Forward",
@@ -115,7 +117,7 @@ def experts_stub(channel: Any) -> pb_grpc.ExpertsStub:
 
 
 def add_experts_servicer(servicer: Any, server: grpc.aio.Server) -> None:
-    """As the generated function, but Forward gets Received and gives Outgoing, and the stream has frames of this module."""
+    """Adds a servicer like the generated function. Forward gets Received and returns Outgoing, and the stream has our frames."""
     pb_grpc.add_ExpertsServicer_to_server(servicer, server)
     methods = {
         "Forward": grpc.unary_unary_rpc_method_handler(
@@ -125,12 +127,12 @@ def add_experts_servicer(servicer: Any, server: grpc.aio.Server) -> None:
             servicer.ForwardStream, request_deserializer=parse_request, response_serializer=serialise
         ),
     }
-    # NOTE: registered handlers count before generic ones, and of two with one name the later one.
+    # NOTE: registered handlers precede generic ones, and the later of two with one name counts.
     server.add_registered_method_handlers(SERVICE, methods)  # type: ignore[attr-defined]  # the stubs lack it
 
 
 def _frame(data: bytes, kind: Any) -> PartFrame | BeginFrame | None:
-    """None: not a part or a whole request in the usual order, or not whole. Raises DecodeError."""
+    """Reads a part or a whole request. None: its fields are in another order, or it is not whole. Raises DecodeError."""
     try:
         call, at = 0, 0
         if data[0] == CALL:

@@ -15,11 +15,11 @@ HERE = Path(__file__).parent
 PROTOS = ("epserve.proto", "admin.proto", "inference.proto")
 STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 GRPC_FLOOR = "1.80.0"
-"""Oldest grpcio that has what the stubs call. The generator would demand its own version, newer than many GPU images have."""
+"""The oldest grpcio with every function that the stubs call. The generator would demand its own, too new for many GPU images."""
 
 
 def generate() -> dict[str, str]:
-    """File name -> contents. Needs grpcio-tools; raises RuntimeError when the proto does not compile."""
+    """Returns file name -> contents. It needs grpcio-tools, and raises RuntimeError when the proto does not compile."""
     from grpc_tools import protoc
 
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +32,7 @@ def generate() -> dict[str, str]:
 
 
 def _adapt(text: str) -> str:
-    """Import the messages from their package, and ask for the grpcio that is needed rather than the generator's own."""
+    """Makes the stubs import the messages from their package, and require GRPC_FLOOR rather than the generator's own version."""
     text, imports = re.subn(r"^import (\w+_pb2) as", r"from epserve.protocol import \1 as", text, flags=re.M)
     text, floors = re.subn(
         r"^GRPC_GENERATED_VERSION = .*$", f"GRPC_GENERATED_VERSION = '{GRPC_FLOOR}'", text, flags=re.M

@@ -1,8 +1,8 @@
-"""ForwardRequest and ForwardReply as bytes, without the copies that protobuf makes of tensors: two on either side.
+"""Writes and reads ForwardRequest and ForwardReply without protobuf's copies of tensors, two on either side.
 
-The bytes are protobuf's. To read a message, the data of its large tensors are cut out as views of what gRPC received, and
-protobuf reads the rest, which is some 100 bytes. To write one, protobuf writes the rest, and the tensors' memory is joined to
-it. What is small, looks unusual or is no message at all is protobuf's to read or to refuse.
+The bytes are protobuf's. To read a message, this module cuts the data of its large tensors out as views of the received bytes,
+and protobuf reads the rest, about 100 bytes. To write one, protobuf writes the rest, and the tensors' memory is joined to it.
+protobuf reads or refuses a message that is small, unusual or damaged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from . import epserve_pb2 as pb
 from . import wire
 
 WORTH_BYTES = 32 << 10
-"""Up to here protobuf's copies cost less than reading the fields in Python."""
+"""Up to this size, protobuf's copies cost less than reading the fields in Python."""
 
 
 def _numbers(message: Any) -> dict[int, pb.Field]:
-    """Field number -> which tensor."""
+    """Returns field number -> tensor."""
     known = message.DESCRIPTOR.fields_by_name
     return {known[name].number: which for which, name in wire.FIELDS.items() if name in known}
 
@@ -31,7 +31,7 @@ _DATA = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number << 3 | _LENGTH
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that came. `header` lacks those tensors' bytes that are in `data`."""
+    """Holds a received message. `header` lacks the bytes of the tensors in `data`."""
 
     header: Any
     data: Mapping[pb.Field, memoryview] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send: `header` without tensors, and these with all their bytes."""
+    """Holds a message to send: `header` without tensors, and the tensors with all their bytes."""
 
     header: Any
     tensors: Mapping[pb.Field, wire.WireTensor]
 
     def message(self) -> Any:
-        """As protobuf has it."""
+        """Returns protobuf's own message, with the tensors."""
         whole = type(self.header)()
         whole.CopyFrom(self.header)
         for which, tensor in self.tensors.items():
@@ -58,39 +58,39 @@ class Outgoing:
 
 
 def parse_request(data: bytes) -> Received:
-    """Raises DecodeError."""
+    """Reads a ForwardRequest. Raises DecodeError."""
     return received(pb.ForwardRequest, data, 0)
 
 
 def parse_reply(data: bytes) -> Received:
-    """Raises DecodeError."""
+    """Reads a ForwardReply. Raises DecodeError."""
     return received(pb.ForwardReply, data, 0)
 
 
 def received(kind: Any, data: bytes, start: int) -> Received:
-    """The message of this type in the bytes from `start` on. Raises DecodeError."""
+    """Returns the message of type `kind` in the bytes from `start` on. Raises DecodeError."""
     if len(data) - start > WORTH_BYTES:
         try:
             found = _split(data, start, _REQUEST if kind is pb.ForwardRequest else _REPLY)
-        except IndexError:  # not whole: protobuf says so
+        except IndexError:  # the message is not whole, and protobuf's error says so
             found = None
         if found is not None:
             rest, views = found
             header = kind.FromString(rest)
             tensors = [getattr(header, wire.FIELDS[which]) for which in views]
-            # Of a field that is there twice the last one counts.
+            # The last of two equal fields counts.
             if not any(tensor.data or tensor.HasField("region") for tensor in tensors):
                 return Received(header, views)
     return Received(kind.FromString(data[start:] if start else data))
 
 
 def serialise(message: Any) -> bytes:
-    """An Outgoing, or protobuf's own."""
+    """Returns the bytes of an Outgoing, or of protobuf's own message."""
     return b"".join(parts(message)) if isinstance(message, Outgoing) else message.SerializeToString()
 
 
 def parts(message: Outgoing) -> list[bytes | memoryview]:
-    """Its bytes in pieces; tensors by reference."""
+    """Returns the message's bytes in pieces. Tensors are views, not copies."""
     numbers = _REQUEST_OF if isinstance(message.header, pb.ForwardRequest) else _REPLY_OF
     found: list[bytes | memoryview] = [message.header.SerializeToString()]
     for which, tensor in message.tensors.items():
@@ -106,7 +106,10 @@ _REPLY_OF = {which: number for number, which in _REPLY.items()}
 
 
 def _split(data: bytes, start: int, tensors: Mapping[int, pb.Field]) -> tuple[bytes, dict[pb.Field, memoryview]] | None:
-    """The message without the data of its large tensors, and those; None without one. Raises IndexError past the end."""
+    """Returns the message without the data of its large tensors, and that data.
+
+    Returns None if there is no large tensor. Raises IndexError past the end.
+    """
     kept: list[bytes] = []
     views: dict[pb.Field, memoryview] = {}
     whole, end, at, done = memoryview(data), len(data), start, start
@@ -119,7 +122,7 @@ def _split(data: bytes, start: int, tensors: Mapping[int, pb.Field]) -> tuple[by
             if size > WORTH_BYTES and tag >> 3 in tensors and stop <= end and data[body] == _DATA:
                 size, first = read_varint(data, body + 1)
                 after = first + size
-                if after <= stop:  # else protobuf has something to say
+                if after <= stop:  # otherwise protobuf refuses the message
                     views[tensors[tag >> 3]] = whole[first:after]
                     kept += (data[done:at], varint(stop - after), data[after:stop])
                     done = stop
@@ -148,7 +151,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The value and where it ends. Raises IndexError where it does not, or is longer than a protobuf's may be."""
+    """Returns the value and its end. Raises IndexError when it does not end, or is longer than protobuf allows."""
     value = shift = 0
     while shift < 64:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""What is served as a message, and the message as data."""
+"""Turns a description of the served model into a message, and the message back into data."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def model_reply(info: Any, layers: Sequence[int], limits: Any) -> pb.GetModelRep
 
 
 def served_gate(reply: pb.GetModelReply) -> GateSpec | None:
-    """Returns the gate of the service, or None where an older service does not tell it."""
+    """Returns the gate of the service, or None when an older service does not tell it."""
     if not reply.HasField("gate"):
         return None
     return GateSpec(**{field.name: getattr(reply.gate, field.name) for field in fields(GateSpec)})
 
 
 def served_activation(reply: pb.GetModelReply) -> Activation | None:
-    """Returns what the service's experts compute, or None where an older service does not tell it."""
+    """Returns the non-linearity of the service's experts, or None when an older service does not tell it."""
     if not reply.HasField("expert_activation"):
         return None
     told = reply.expert_activation

@@ -1,4 +1,4 @@
-"""Errors to gRPC statuses and back: the only place that maps them.
+"""Maps errors to gRPC statuses and back. No other module maps them.
 
 A status carries its message, and as trailing metadata `epserve-error` (the class in epserve.errors), `epserve-retryable`
 (true or false), `epserve-field` and `retry-after-ms`. On a stream the same values are a `Failure` message.
@@ -25,7 +25,7 @@ MAX_MESSAGE_CHARS = 2000
 """gRPC sends a status's text as a header, and peers refuse headers above 8 KiB by default."""
 
 ABORT_S = 5.0
-"""For a status to be sent."""
+"""The seconds in which a status must be sent."""
 
 _BY_CODE: dict[str, type[EpserveError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -39,11 +39,11 @@ _BY_CODE: dict[str, type[EpserveError]] = {
     "CANCELLED": errors.NotReady,
     "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
 }
-"""For statuses that gRPC itself or a proxy made. CANCELLED: a server that stops ends what is left over."""
+"""The classes of statuses that gRPC itself or a proxy made. CANCELLED: a server that stops ends its last calls with it."""
 
 
 def failure_of(error: BaseException, request_id: str = "") -> pb.Failure:
-    """What a caller may see of an error. Logs it: a defect with its traceback, which callers do not see."""
+    """Returns the part of an error that a caller may see, and logs the error. The log of a defect has its traceback."""
     if isinstance(error, EpserveError):
         log.info("request=%s status=%s %s", request_id or "-", error.grpc_status, error)
     else:
@@ -61,7 +61,7 @@ def failure_of(error: BaseException, request_id: str = "") -> pb.Failure:
 
 
 async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoReturn:
-    """End a call with the failure's status."""
+    """Ends a call with the failure's status."""
     metadata = [("epserve-error", failure.error), ("epserve-retryable", "true" if failure.retryable else "false")]
     if failure.field:
         metadata.append(("epserve-field", failure.field))
@@ -70,26 +70,26 @@ async def abort(context: grpc.aio.ServicerContext, failure: pb.Failure) -> NoRet
     try:
         async with asyncio.timeout(ABORT_S):
             await context.abort(grpc.StatusCode[failure.code], failure.message, tuple(metadata))
-    except TimeoutError:  # the client has not read what was written before, behind which a status waits
+    except TimeoutError:  # the client has not read the earlier messages, and the status waits behind them
         task = asyncio.current_task()
         assert task is not None
         drop(task)
         raise asyncio.CancelledError from None
     except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None  # the caller has gone already; gRPC would log a traceback for each
+        raise asyncio.CancelledError from None  # the caller has gone, and gRPC would log a traceback for each
     raise AssertionError("abort raises")
 
 
 async def write(context: grpc.aio.ServicerContext, message: Any) -> None:
-    """One message of a stream. Raises CancelledError where the client has given the call up: nobody is at fault."""
+    """Writes one message of a stream. Raises CancelledError when the client has given the call up, which is no fault."""
     try:
         await context.write(message)
-    except grpc.aio.InternalError:  # 'Failed "execute_batch"', and no more
+    except grpc.aio.InternalError:  # its text is 'Failed "execute_batch"' and tells no more
         raise asyncio.CancelledError from None
 
 
 def failure_of_rpc(error: Any) -> pb.Failure:
-    """The failure that an RPC error stands for (`grpc.RpcError` with code, details and trailing metadata)."""
+    """Returns the failure that an RPC error stands for (`grpc.RpcError` with code, details and trailing metadata)."""
     metadata = dict(error.trailing_metadata() or ())
     code, details = error.code().name, error.details() or ""
     failure = pb.Failure(code=code, message=details, retryable=code in ("UNAVAILABLE", "CANCELLED"))
@@ -109,8 +109,8 @@ def failure_of_rpc(error: Any) -> pb.Failure:
 
 
 ALL_ADDRESSES, ALL_BACKENDS = "failed to connect", "connections to all backends failing"
-"""So gRPC begins what it says of a connection that it could not make, and then how the last attempt ended. The second: of a
-client that balances, for whom another front end may only be away."""
+"""The first words of gRPC's message about a connection that it could not make. The end of the last attempt follows. The second
+is the message of a client that balances: for it, another front end may only be away."""
 UNTRUSTED = "no authority in tls.ca (tls_ca, --tls-ca; none: the system's) has signed the server's certificate"
 OTHER_NAME = (
     "the server's certificate is for other names than the target's host; use one that is in it, or say it:"
@@ -127,7 +127,7 @@ MISFITS = (
         "the port speaks no TLS; leave tls and tls_ca out, or set server.tls_cert and tls_key there",
     ),
 )
-"""Words of a TLS handshake that failed -> what does not fit. The next attempt ends alike: only a change on either side helps."""
+"""Words of a failed TLS handshake -> reason and remedy. The next attempt ends alike: only a change on either side helps."""
 MAY_WANT_TLS = (
     "the port may want TLS (tls_ca=, or ClientOptions(tls=Tls(ca=...)), --tls-ca on the command line) or, with"
     " server.tls_client_ca, a client's certificate (Tls(ca=..., cert=..., key=...); --tls-cert, --tls-key)"
@@ -136,7 +136,7 @@ NO_GRPC = "the port may be another service's, or a proxy's, that speaks no gRPC"
 
 
 def _explain(failure: pb.Failure, details: str) -> None:
-    """Of a connection that could not be made, what gRPC only has its own words for."""
+    """Adds the reason and the remedy to gRPC's own words about a connection that could not be made."""
     if proxy := proxies.named(details):
         failure.message = f"{details}; {proxy}"
         return
@@ -145,21 +145,21 @@ def _explain(failure: pb.Failure, details: str) -> None:
         failure.message = f"{meaning} ({details})"
         if details.startswith(ALL_ADDRESSES):
             failure.error, failure.retryable = errors.ConfigError.__name__, False
-    elif "Socket closed" in details or "Connection reset" in details:  # also by a server that is stopping
+    elif "Socket closed" in details or "Connection reset" in details:  # a server that is stopping closes it, too
         failure.message = f"{details}; {MAY_WANT_TLS}"
     elif "Failed parsing HTTP/2" in details:
         failure.message = f"{details}; {NO_GRPC}"
 
 
 def error_of_rpc(error: grpc.RpcError) -> EpserveError:
-    """The exception that a client raises for an RPC error, which is its cause."""
+    """Returns the exception that a client raises for an RPC error, with the RPC error as its cause."""
     mapped = error_of(failure_of_rpc(error))
     mapped.__cause__ = error
     return mapped
 
 
 def error_of(failure: pb.Failure) -> EpserveError:
-    """The exception that a client raises."""
+    """Returns the exception that a client raises for a failure."""
     cls = getattr(errors, failure.error, None)
     if not (isinstance(cls, type) and issubclass(cls, EpserveError)):  # made by gRPC, a proxy or a newer server
         cls = _BY_CODE.get(failure.code, errors.InternalError)

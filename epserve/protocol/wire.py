@@ -1,4 +1,4 @@
-"""Tensors as bytes, and how requests and replies are cut into frames. Shared by client and server; imports no torch.
+"""Turns tensors into bytes, and cuts requests and replies into frames. Client and server share it. It does not import torch.
 
 A *buffer* is a bytes-like object of a tensor's elements: row-major, little-endian, unpadded.
 """
@@ -16,12 +16,12 @@ from epserve.errors import InvalidRequest
 from . import epserve_pb2 as pb
 
 FRAME_BYTES = 1 << 20
-"""Most tensor bytes in one message. Measured on an echo of 16 MB: frames of 256 KiB to 4 MiB are about equal, 64 KiB frames
+"""The most tensor bytes in one message. Measured on an echo of 16 MB: frames of 256 KiB to 4 MiB are about equal, 64 KiB frames
 and a single message are several times slower."""
 HTTP2_FRAME_BYTES = 1 << 20
-"""In place of HTTP/2's 16 KiB: 16 MiB there and back then take about a quarter less time."""
+"""The frame size in place of HTTP/2's 16 KiB: 16 MiB in both directions then take about a quarter less time."""
 OVERHEAD_BYTES = 64 << 10
-"""Room for everything but the tensors in one message."""
+"""The room in one message for everything but the tensors."""
 
 FIELDS = {
     pb.HIDDEN_STATES: "hidden_states", pb.HIDDEN_SCALES: "hidden_scales",
@@ -32,7 +32,7 @@ DTYPE_NAMES = {
     pb.INT8: "int8", pb.INT16: "int16", pb.INT32: "int32", pb.INT64: "int64",
     pb.UINT8: "uint8", pb.UINT16: "uint16", pb.UINT32: "uint32", pb.FP8_E4M3: "float8_e4m3fn",
 }  # fmt: skip
-"""The names are those of torch and, but for bfloat16 and float8_e4m3fn, of numpy."""
+"""The dtypes by torch's names. NumPy has the same names, except bfloat16 and float8_e4m3fn."""
 ITEM_BYTES = {
     pb.BF16: 2, pb.FP16: 2, pb.FP32: 4, pb.FP64: 8, pb.INT8: 1, pb.INT16: 2, pb.INT32: 4, pb.INT64: 8,
     pb.UINT8: 1, pb.UINT16: 2, pb.UINT32: 4, pb.FP8_E4M3: 1,
@@ -42,7 +42,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireTensor:
-    """One tensor on its way out. With a `region` its bytes lie there, and `data` is empty."""
+    """Holds a tensor to send. With a `region` its bytes lie there, and `data` is empty."""
 
     dtype: pb.DType
     shape: tuple[int, ...]
@@ -60,19 +60,19 @@ class WireTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def placed(self, region: pb.RegionSlice) -> WireTensor:
-        """The same tensor, whose bytes lie in a region already."""
+        """Returns the same tensor with its bytes in a region that already holds them."""
         return WireTensor(dtype=self.dtype, shape=self.shape, data=memoryview(b""), region=region)
 
 
 def encode(value: Any, name: str) -> WireTensor:
-    """A torch tensor on any device or a numpy array, strided as it likes. Raises InvalidRequest for anything else."""
+    """Encodes a torch tensor on any device or a NumPy array, of any strides. Raises InvalidRequest for any other value."""
     dtype = _dtype_of(value, name)
     data = memoryview(_torch_bytes(value) if is_torch(value) else _numpy_bytes(value))
     return WireTensor(dtype=dtype, shape=tuple(value.shape), data=data)
 
 
 def described(value: Any, name: str) -> tuple[pb.Tensor, Any]:
-    """As `encode`, without its bytes: the header, and the value as a torch tensor where it lies."""
+    """Does the same as `encode`, without the bytes. Returns the header, and the value as a torch tensor without a copy."""
     header = pb.Tensor(dtype=_dtype_of(value, name), shape=tuple(value.shape))
     if is_torch(value):
         return header, value.detach().resolve_neg()
@@ -88,14 +88,14 @@ def described(value: Any, name: str) -> tuple[pb.Tensor, Any]:
 
 
 def _dtype_of(value: Any, name: str) -> pb.DType:
-    """Raises InvalidRequest for what is no tensor of numbers that can be sent."""
+    """Returns the tensor's dtype. Raises InvalidRequest for a value that is not a tensor of numbers that can be sent."""
     torch_kind = is_torch(value)
     if not torch_kind and not (type(value).__module__ == "numpy" and hasattr(value, "dtype")):
         got = f"{type(value).__module__}.{type(value).__qualname__}"
         raise InvalidRequest(f"{name}: must be a torch tensor or a numpy array, got {got}", field=name)
     if torch_kind:
         _check_readable(value, name)
-    dtype_name = str(value.dtype).removeprefix("torch.") if torch_kind else value.dtype.name  # no byte order in it
+    dtype_name = str(value.dtype).removeprefix("torch.") if torch_kind else value.dtype.name  # without byte order
     if dtype_name not in DTYPES:
         allowed = ", ".join(DTYPES)
         raise InvalidRequest(f"{name}: dtype {dtype_name} cannot be sent (allowed: {allowed})", field=name)
@@ -103,7 +103,7 @@ def _dtype_of(value: Any, name: str) -> pb.DType:
 
 
 def _check_readable(value: Any, name: str) -> None:
-    """Raises InvalidRequest for tensors that are not rows of values in memory; torch's own errors do not say which one."""
+    """Raises InvalidRequest for tensors that are not rows of values in memory. torch's own errors do not name the tensor."""
     layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
     if layout != "strided":
         remedy = "to_padded_tensor(0)" if value.is_nested else "to_dense()"
@@ -127,11 +127,11 @@ def _numpy_bytes(value: Any) -> Any:
 
 
 MakeBuffer = Callable[[int], Any]
-"""A number of bytes -> a writable buffer of so many: plain memory, or shared."""
+"""A function that takes a number of bytes and returns a writable buffer of that size, in plain or shared memory."""
 
 
 def plain_buffer(nbytes: int) -> Any:
-    """numpy's memory is not set to zero first, which for large tensors takes as long as the copy into it."""
+    """Returns memory that is not set to zero. For large tensors, zeroing takes as long as the copy into it."""
     if nbytes < FRAME_BYTES:
         return bytearray(nbytes)
     import numpy as np
@@ -140,7 +140,7 @@ def plain_buffer(nbytes: int) -> Any:
 
 
 def decode(buffer: Any, tensor: pb.Tensor, *, as_torch: bool, make_buffer: MakeBuffer = plain_buffer) -> Any:
-    """The tensor whose header is `tensor`, in its own dtype and writable: `bytes` are copied to a buffer of their own."""
+    """Returns the tensor whose header is `tensor`, in its own dtype and writable. `bytes` are copied to a buffer of their own."""
     if isinstance(buffer, bytes) or (isinstance(buffer, memoryview) and buffer.readonly):
         owned = make_buffer(len(buffer))
         memoryview(owned).cast("B")[:] = buffer
@@ -149,7 +149,7 @@ def decode(buffer: Any, tensor: pb.Tensor, *, as_torch: bool, make_buffer: MakeB
 
 
 def view(buffer: Any, tensor: pb.Tensor, *, as_torch: bool) -> Any:
-    """As `decode`, over memory that is not copied; the result keeps `buffer` alive."""
+    """Does the same as `decode` without a copy. The result keeps `buffer` alive."""
     name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
     if as_torch:
         import torch
@@ -162,13 +162,13 @@ def view(buffer: Any, tensor: pb.Tensor, *, as_torch: bool) -> Any:
 
 
 def is_torch(value: Any) -> bool:
-    """Without importing torch: who holds a tensor has imported it."""
+    """Returns whether it is a torch tensor, without importing torch: a process that holds one has imported it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def num_bytes(tensor: pb.Tensor) -> int:
-    """What the header promises; Python's integers do not overflow. The dtype must be a known one."""
+    """Returns the size that the header promises. Python's integers do not overflow. The dtype must be a known one."""
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
@@ -185,7 +185,7 @@ class Assembly:
         return self._filled == self._sizes
 
     def add(self, which: pb.Field, data: bytes | memoryview) -> None:
-        """Append to one tensor. Raises InvalidRequest for bytes that the header did not declare."""
+        """Appends to one tensor. Raises InvalidRequest for bytes that the header did not declare."""
         name = FIELDS.get(which, f"field {which}")
         if which not in self._sizes:
             raise InvalidRequest(f"{name}: {len(data)} bytes came for a tensor that was not declared", field=name)
@@ -194,7 +194,7 @@ class Assembly:
         if stop > size:
             raise InvalidRequest(f"{name}: {stop} bytes came, its shape and dtype make {size}", field=name)
         if start == 0 and stop == size:
-            self._buffers[which] = data  # whole: kept without a copy
+            self._buffers[which] = data  # a whole tensor is kept without a copy
         elif data:
             if start == 0:
                 self._buffers[which] = self._make_buffer(size)
@@ -202,7 +202,7 @@ class Assembly:
         self._filled[which] = stop
 
     def finish(self) -> dict[pb.Field, Any]:
-        """Field -> buffer. Raises InvalidRequest when bytes are missing."""
+        """Returns field -> buffer. Raises InvalidRequest when bytes are missing."""
         for which, size in self._sizes.items():
             if self._filled[which] != size:
                 name = FIELDS[which]
@@ -212,21 +212,21 @@ class Assembly:
 
 
 def fits_one_message(tensors: Sequence[WireTensor]) -> bool:
-    """Rather than in parts, by the bytes that are sent; those in regions are not."""
+    """Returns whether the tensors go in one message rather than in parts. Bytes in regions do not count, as they are not sent."""
     return sum(len(tensor.data) for tensor in tensors) <= FRAME_BYTES
 
 
 def pieces(tensors: Mapping[pb.Field, WireTensor]) -> Iterator[tuple[pb.Field, memoryview]]:
-    """The bytes of all tensors in pieces of at most FRAME_BYTES."""
+    """Yields the bytes of all tensors in pieces of at most FRAME_BYTES."""
     for which, tensor in tensors.items():
         for start in range(0, len(tensor.data), FRAME_BYTES):
             yield which, tensor.data[start : start + FRAME_BYTES]
 
 
 MakePart = Callable[[int, pb.Field, memoryview], Any]
-"""(call, field, data) -> a frame."""
+"""A function that takes (call, field, data) and returns a frame."""
 MakeBegin = Callable[[int, Any, Mapping[pb.Field, WireTensor]], Any]
-"""(call, header without tensors, tensors) -> a frame with all of it."""
+"""A function that takes (call, header without tensors, tensors) and returns a frame with all of it."""
 
 
 def _request_part(call: int, which: pb.Field, data: memoryview) -> pb.RequestFrame:
@@ -240,7 +240,7 @@ def _request_begin(call: int, header: pb.ForwardRequest, tensors: Mapping[pb.Fie
 def request_message(
     tensors: Mapping[pb.Field, WireTensor], header: pb.ForwardRequest, *, inline: bool
 ) -> pb.ForwardRequest:
-    """`header` (id, layer, timeout) with its tensors; `inline` false: without their bytes, which follow in parts."""
+    """Returns `header` (id, layer, timeout) with its tensors. `inline` false: without their bytes, which follow in parts."""
     message = pb.ForwardRequest()
     message.CopyFrom(header)
     for which, tensor in tensors.items():
@@ -255,7 +255,7 @@ def request_frames(
     make_part: MakePart = _request_part,
     make_begin: MakeBegin = _request_begin,
 ) -> Iterator[Any]:
-    """One frame with everything, or one with the headers and then the tensors' bytes, made as they are asked for."""
+    """Yields one frame with everything, or one with the headers and then the tensors' bytes. Frames are made on demand."""
     if fits_one_message(tuple(tensors.values())):
         yield make_begin(call, header, tensors)
         return
@@ -265,7 +265,7 @@ def request_frames(
 
 
 def reply_message(tensors: Mapping[pb.Field, WireTensor], reply: pb.ForwardReply, *, inline: bool) -> pb.ForwardReply:
-    """`reply` (id, timings) with its tensors, or with their headers only."""
+    """Returns `reply` (id, timings) with its tensors, or with their headers only."""
     for which, tensor in tensors.items():
         getattr(reply, FIELDS[which]).CopyFrom(tensor.message() if inline else tensor.header())
     return reply
@@ -278,7 +278,7 @@ def reply_frames(
     make_part: MakePart,
     make_begin: MakeBegin,
 ) -> Iterator[Any]:
-    """As `request_frames`."""
+    """Yields frames of a reply, as `request_frames` does for a request."""
     if fits_one_message(tuple(tensors.values())):
         yield make_begin(call, reply, tensors)
         return
@@ -288,5 +288,5 @@ def reply_frames(
 
 
 def declared(request: pb.ForwardRequest) -> dict[pb.Field, pb.Tensor]:
-    """Field -> the tensor messages that are there."""
+    """Returns field -> tensor message, for the tensors that are there."""
     return {which: getattr(request, name) for which, name in FIELDS.items() if request.HasField(name)}

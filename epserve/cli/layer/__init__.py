@@ -1,1 +1,1 @@
-"""One MoE layer of random weights, run and taken apart: for `epserve profile` and the benchmarks."""
+"""Runs and times one MoE layer of random weights, for `epserve profile` and the benchmarks."""

@@ -1,9 +1,9 @@
-"""One forward of a synthetic MoE layer, traced and taken apart: what `epserve profile` runs.
+"""Traces one forward of a synthetic MoE layer and splits its time into phases, for `epserve profile`.
 
-Starts one process a rank on this host, runs the layer until it is warm, times its phases over several forwards, and traces one
-more with torch's profiler. Phases lie one behind the other on the current stream: what a backend does on a stream beside it
-counts only where something waits for it, so `dispatch` is what is left of the dispatch once the shared expert's first half
-has run, and `combine` what is left once its second half has.
+It starts one process a rank on this host, runs the layer until it is warm, times its phases over several forwards, and traces one
+more with torch's profiler. Phases follow each other on the current stream. A backend's work on a second stream counts only as
+far as the current stream waits for it. So `dispatch` is the rest of the dispatch after the shared expert's first half, and
+`combine` is the rest of the combine after its second half.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ from .synthetic import TOLERANCE, LayerSizes, SyntheticLayer, reasons
 PHASES = ("gate", "dispatch", "shared", "experts", "combine")
 KERNEL_PHASES = {"prepare": "dispatch", "experts": "experts", "finalize": "combine"}
 WARM_FORWARDS = 3
-BATCHED_CAP = 128  # batched formats lay out this many rows for every expert and rank; more tokens take several rounds
-GRACE_S = 2.0  # what the other ranks get to report after the first failure
+BATCHED_CAP = 128  # batched formats hold this many rows for every expert and rank. More tokens take several rounds
+GRACE_S = 2.0  # the time in which the other ranks can report after the first failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """`tokens`: of each rank. `rank`: whose trace is written. `timeout_s`: of the whole run, and of each wait in it."""
+    """Configures a profile.
+
+    Args:
+        tokens: the tokens of each rank.
+        rank: the rank whose trace is written.
+        timeout_s: the limit of the whole run, and of each wait in it.
+    """
 
     all2all: str
     experts: str
@@ -77,7 +83,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """Median us of one forward: on the traced rank, and on the rank where the phase takes longest."""
+    """Holds the median microseconds of one forward: on the traced rank, and on the rank with the longest phase."""
 
     phase: str
     us: float
@@ -86,7 +92,7 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
-    """`error`: relative L2 error of a few rows against float32 on the same weights, the largest of all ranks."""
+    """Holds the result. `error`: relative L2 error of a few rows against float32 with the same weights, the largest of all."""
 
     phases: tuple[PhaseTime, ...]
     error: float
@@ -98,13 +104,18 @@ class ProfileResult:
 
 
 def profile_layer(request: ProfileRequest) -> ProfileResult:
-    """Raises what `ProfileRequest.check` raises, a rank's own error, RankFailed when one dies or is late, and InternalError
-    when the result is wrong."""
+    """Profiles a layer on processes of this host.
+
+    Raises:
+        ConfigError, Incompatible: `ProfileRequest.check` refuses the request.
+        RankFailed: a rank dies or is late. A rank's own error is raised as it is.
+        InternalError: the result is wrong.
+    """
     request.check()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer of the ranks' torch; it tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the ranks' tracer logs every start and stop
     context = multiprocessing.get_context("spawn")
     inbox = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:  # mode 0700: other users cannot name a rank's peers
+    with tempfile.TemporaryDirectory() as folder:  # with mode 0700, other users cannot name a rank's peers
         store = os.path.join(folder, "store")
         ranks = [
             context.Process(target=_rank_main, args=(rank, request, store, inbox), daemon=True, name=f"rank{rank}")
@@ -218,7 +229,7 @@ def _join(rank: int, request: ProfileRequest, path: str) -> RankContext:
 
 
 class Steps:
-    """Forwards of one layer, with a clock and with named ranges in the trace."""
+    """Runs forwards of one layer, with a clock and with named ranges in the trace."""
 
     def __init__(self, layer: SyntheticLayer, request: ProfileRequest):
         self.layer, self.counts = layer, (request.tokens,) * request.world_size
@@ -238,7 +249,7 @@ class Steps:
         return out
 
     def timed(self) -> dict[str, float]:
-        """Seconds of each phase of one forward."""
+        """Returns the seconds of each phase of one forward."""
         self.forward()
         self.wait()
         return self.clock.seconds()
@@ -255,7 +266,7 @@ class Steps:
 
 
 class Beside:
-    """The shared expert in its halves, as a service runs them: beside the dispatch and beside the combine."""
+    """Runs the shared expert in two halves, as a service does: one beside the dispatch, the other beside the combine."""
 
     def __init__(self, shared: SharedExperts, enter: Callable[[str], None]):
         self._shared, self._enter = shared, enter

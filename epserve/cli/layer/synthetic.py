@@ -1,7 +1,7 @@
-"""One MoE layer of random weights on one rank: gate, routed experts, shared expert, and the kernel around them.
+"""Makes one MoE layer of random weights on one rank: gate, routed experts, shared expert, and the kernel around them.
 
-What `epserve profile` and the benchmarks run: any pair of backends, sizes of a real model, no checkpoint. An expert's weights
-depend on its number only, so that every rank can work out what any other rank computes.
+`epserve profile` and the benchmarks run it with any pair of backends, sizes of a real model, and no checkpoint. An expert's
+weights depend on its number only, so that every rank can compute any other rank's result.
 
 Legend: M tokens, K hidden size, N intermediate size, S intermediate size of the shared expert, E experts, t = top-k.
 """
@@ -43,12 +43,15 @@ from epserve.rank.gate import route
 SCHEMES = ("none", "fp8_block")
 GROUPS, TOP_GROUPS = 8, 4  # DeepSeek-V3's gate
 TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}
-"""Relative L2 error against float32 on the same weights: about three times what right backends have in bf16, 1.5 in fp8."""
+"""Largest relative L2 error against float32 on the same weights: about 3 times a correct backend's in bf16, 1.5 times in fp8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Of the whole layer; the defaults are DeepSeek-V3's. `shared`: S, 0 for no shared expert, which is never quantised."""
+    """Holds the sizes of the whole layer. The defaults are DeepSeek-V3's.
+
+    `shared`: S, 0 for no shared expert. The shared expert is never quantised.
+    """
 
     hidden: int = 7168
     intermediate: int = 2048
@@ -73,7 +76,7 @@ class LayerSizes:
 
     @property
     def gate(self) -> GateSpec:
-        """DeepSeek-V3's: sigmoid scores, a bias for the choice, groups where the experts divide into 8 of at least two."""
+        """Returns DeepSeek-V3's gate: sigmoid scores, a bias for the choice, and 8 groups if each has at least two experts."""
         grouped = self.num_experts % GROUPS == 0 and self.num_experts >= max(2 * GROUPS, 2 * self.top_k)
         return GateSpec(
             top_k=self.top_k, scoring="sigmoid", renormalise=True, renormalise_epsilon=1e-20, correction_bias=True,
@@ -94,7 +97,7 @@ class LayerSizes:
 
 
 def reasons(all2all_name: str, experts_name: str, spec: LayerSpec) -> tuple[str, ...]:
-    """Why this pair cannot run `spec` on this machine: records first, then what is missing here. Empty: it can."""
+    """Returns the reasons why this pair cannot run `spec` on this machine: by the records, or missing packages. Empty: it can."""
     manager, chosen = all2all.REGISTRY.get(all2all_name), experts.REGISTRY.get(experts_name)
     why = why_not(manager.prepare_finalize.capability, chosen.capability, spec)
     if why:
@@ -104,18 +107,22 @@ def reasons(all2all_name: str, experts_name: str, spec: LayerSpec) -> tuple[str,
 
 
 class SyntheticLayer:
-    """Collective: every rank makes it, calls it and closes it in the same order.
+    """Runs one layer on one rank. Collective: every rank makes it, calls it and closes it in the same order.
 
-    manager: one that several layers share, which is then not destroyed by close(). reuse: another layer, whose workspaces
-    serve this one too and, where the spec is the same, its weights and compiled experts: one of the two at a time.
-    Raises Incompatible with every reason why the pair cannot run this layer here.
+    Args:
+        manager: a manager that several layers share. close() does not destroy it.
+        reuse: another layer, whose workspaces serve this layer too. If the spec is the same, so do its weights and compiled
+            experts. Only one of the two layers may run at a time.
+
+    Raises:
+        Incompatible: the message has every reason why the pair cannot run this layer here.
     """
 
     kernel: FusedMoEModularKernel
     raw_weights: ExpertWeights
-    """As made, before the experts class saw them."""
+    """The weights before the experts class prepared them."""
     warm_rows: int
-    """Most rows that the experts are compiled for."""
+    """The most rows that the experts are compiled for."""
 
     def __init__(
         self,
@@ -156,7 +163,7 @@ class SyntheticLayer:
         self.can_graph = prepare_finalize.capability.cuda_graph and chosen.capability.cuda_graph
 
     def warm_up(self) -> None:
-        """Compile for every batch up to the cap. The workspaces may still grow for another layer that shares them."""
+        """Compiles for every batch up to the cap. The workspaces may still grow for another layer that shares them."""
         self.kernel.workspaces.reserve(self.kernel.workspace_shapes())
         rows = self.kernel.prepare_finalize.max_rows()
         if self.shared_weights is not None:
@@ -169,7 +176,7 @@ class SyntheticLayer:
         return route(x_MK, self.gate_weights, self.sizes.gate)
 
     def routed(self, x_MK: torch.Tensor, routing: Routing, tokens_per_rank: Sequence[int]) -> torch.Tensor:
-        """All but the gate: `(M, K)` -> `(M, K)`, the shared expert inside the windows of dispatch and combine."""
+        """Runs the layer without its gate: `(M, K)` -> `(M, K)`, with the shared expert beside dispatch and combine."""
         return self.kernel.forward(
             x_MK, routing, weights=self.weights, tokens_per_rank=tokens_per_rank, shared_experts=self.shared
         )
@@ -178,13 +185,13 @@ class SyntheticLayer:
         return self.routed(x_MK, self.gate(x_MK), tokens_per_rank)
 
     def tokens(self, num_tokens: int, seed: int = 0) -> torch.Tensor:
-        """`(M, K)` that differ from rank to rank."""
+        """Returns random tokens `(M, K)` that differ from rank to rank."""
         generator = torch.Generator(self.ranks.device).manual_seed(10_000 * seed + self.ranks.rank + 1)
         shape = (num_tokens, self.sizes.hidden)
         return torch.randn(shape, device=self.ranks.device, generator=generator).to(self.sizes.dtype)
 
     def error(self, x_MK: torch.Tensor, routing: Routing, out_MK: torch.Tensor, num_rows: int = 4) -> float:
-        """Relative L2 error of `num_rows` rows of `out_MK`, spread over the batch, against float32 on the same weights."""
+        """Returns the relative L2 error of `num_rows` rows of `out_MK`, spread over the batch, against float32."""
         if not x_MK.shape[0]:
             return 0.0
         rows = torch.linspace(0, x_MK.shape[0] - 1, min(num_rows, x_MK.shape[0]), device=x_MK.device).long().unique()
@@ -201,13 +208,13 @@ class SyntheticLayer:
         return ((out_MK[rows].float() - want).norm() / want.norm().clamp(min=1e-20)).item()
 
     def close(self) -> None:
-        """Collective."""
+        """Frees the layer. Collective."""
         if self._own_manager:
             self.manager.destroy()
 
 
 def expert_weights(sizes: LayerSizes, numbers: Sequence[int], device: torch.device) -> ExpertWeights:
-    """The experts of these numbers, in the layout of `ExpertWeights`; fp8_block: e4m3 with float32 scales of 128 x 128."""
+    """Returns the experts of these numbers as `ExpertWeights`. fp8_block: e4m3 with float32 scales of 128 x 128."""
     e, K, N = len(numbers), sizes.hidden, sizes.intermediate
     stored = FP8 if sizes.scheme == "fp8_block" else sizes.dtype
     w13, w2 = (torch.empty(shape, dtype=stored, device=device) for shape in ((e, 2 * N, K), (e, K, N)))
@@ -225,7 +232,7 @@ def expert_weights(sizes: LayerSizes, numbers: Sequence[int], device: torch.devi
 
 
 def gate_weights(sizes: LayerSizes, device: torch.device) -> GateWeights:
-    """The weight in the layer's dtype, as checkpoints store it; the product is in float32."""
+    """Returns the weight in the layer's dtype, as checkpoints store it. The product is in float32."""
     on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(11)}
     weight_EK = (torch.randn((sizes.num_experts, sizes.hidden), **on) * sizes.hidden**-0.5).to(sizes.dtype)
     return GateWeights(weight_EK=weight_EK, correction_bias_E=torch.rand(sizes.num_experts, **on) * 0.01)
@@ -252,7 +259,7 @@ def _quantise(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _float_expert(sizes: LayerSizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 and w2 as they are stored, in float32."""
+    """Returns w13 and w2 as they are stored, in float32."""
     found = []
     for plain in _draw(sizes, number, device):
         if sizes.scheme == "none":

@@ -1,11 +1,11 @@
-"""Who calls: bearer tokens from a file, each with a name and limits, read again while the service runs.
+"""Identifies callers by bearer tokens from a file, each with a name and limits. The file is read again while the service runs.
 
     # TOKEN [name=NAME] [tokens_per_s=NUMBER] [bytes_in_flight=SIZE] [priority=low|normal|high] [admin]
     3f9c...e1 name=search tokens_per_s=50000 bytes_in_flight=256MiB
     77ab...02 name=operator admin
 
-Tokens of one name are one client (so that a token can be replaced without a gap) and share its limits. Those hold over all
-front ends of a service (`engine/budgets.py`).
+Tokens of one name are one client (so that a token can be replaced without a gap) and share its limits. The limits hold over
+all front ends of a service (`engine/budgets.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPolicy:
-    """What one client may do. `tokens_per_s`: model tokens, with a burst of one second's worth. `priority`: the highest that
-    it may ask for; None: `server.max_priority`."""
+    """Holds one client's limits.
+
+    Args:
+        tokens_per_s: model tokens, with a burst of one second's worth.
+        priority: the highest priority that the client may ask for. None: `server.max_priority`.
+    """
 
     name: str = ""
     priority: Priority | None = None
@@ -41,16 +45,16 @@ class ClientPolicy:
 
 
 class Account:
-    """One client. `policy` may be replaced at any time; None: its tokens were taken away."""
+    """Keeps one client's use. `policy` may be replaced at any time. None: its tokens were removed from the file."""
 
     def __init__(self, policy: ClientPolicy, budgets: Budgets | None = None):
-        """budgets: where its use is counted, which others may have in common."""
+        """budgets: the place where its use is counted. Several accounts may share it."""
         self.policy: ClientPolicy | None = policy
         self.name = policy.name
         self._budgets = budgets or Budgets()
 
     def current(self) -> ClientPolicy:
-        """Raises Unauthenticated once the tokens file lists this client no more, on streams that are open too."""
+        """Returns the policy. Raises Unauthenticated once the tokens file no longer lists this client, also on open streams."""
         if self.policy is None:
             raise Unauthenticated(
                 "authorization: this bearer token was withdrawn (server.tokens_file)", field="authorization"
@@ -58,22 +62,22 @@ class Account:
         return self.policy
 
     def spend(self, tokens: int) -> None:
-        """Raises Overloaded that says when the client may come again."""
+        """Spends model tokens. Raises Overloaded with the time after which the client may try again."""
         if (rate := self.current().tokens_per_s) < math.inf:
             self._budget.spend(tokens, rate)
 
     def give_back(self, tokens: int) -> None:
-        """For a request that the service refused."""
+        """Gives the tokens of a refused request back."""
         if self.policy is not None and self.policy.tokens_per_s < math.inf:
             self._budget.give_back(tokens, self.policy.tokens_per_s)
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
-        """A context for the bytes of one request. A single one of any size passes. Entering it raises Overloaded."""
+        """Returns a context that holds the bytes of one request. Entering it raises Overloaded, unless it is the only request."""
         limit = self.current().bytes_in_flight
         return _holding(self._budget, nbytes, limit) if limit < math.inf else nullcontext()
 
     def claim(self, nbytes: int) -> Claim | None:
-        """What a request of so many bytes brings along to where the steps are ordered; None: there are no limits."""
+        """Returns the claim that a request of `nbytes` carries to the process that orders steps. None: there are no limits."""
         policy = self.policy
         if policy is None or policy.tokens_per_s == policy.bytes_in_flight == math.inf:
             return None
@@ -81,7 +85,7 @@ class Account:
 
     @property
     def bytes_in_flight(self) -> int:
-        """At this process's door and behind it, of a client with a limit."""
+        """Returns the bytes of this client's requests in this process. They are counted for a client with a limit."""
         return self._budget.held()
 
     @property
@@ -99,10 +103,10 @@ def _holding(budget: Budget, nbytes: int, limit: float) -> Iterator[None]:
 
 
 class Accounts:
-    """All clients. Keeps digests of tokens, never the tokens. Without a file everyone is the one anonymous client."""
+    """Holds all clients. It keeps digests of tokens, never the tokens. Without a file all callers are one anonymous client."""
 
     def __init__(self, path: Path | None, budgets: Budgets | None = None):
-        """budgets: of this process. Raises ConfigError when the file is unusable."""
+        """budgets: the budgets of this process. Raises ConfigError when the file is unusable."""
         self._path = path
         self._budgets = budgets or Budgets()
         self._stamp: tuple[int, ...] = ()
@@ -117,12 +121,12 @@ class Accounts:
         return self._path is not None
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Account:
-        """By the call's `authorization`. Raises Unauthenticated."""
+        """Returns the account by the call's `authorization`. Raises Unauthenticated."""
         if self._path is None:
             return self._anonymous
         sent = next((value for key, value in metadata or () if key == "authorization"), "")
         scheme, _, token = (sent.decode(errors="replace") if isinstance(sent, bytes) else sent).partition(" ")
-        # Looking a digest up tells nothing about a token by its time: who knows a digest's prefix knows no token for it.
+        # The time of a digest's look-up tells nothing about a token: a digest's prefix does not reveal a token.
         account = self._by_digest.get(_digest(token.strip())) if scheme.lower() == "bearer" else None
         if account is None:
             text = "authorization: missing or unknown bearer token (server.tokens_file)"
@@ -133,7 +137,7 @@ class Accounts:
         return self._path is not None and _stamp(self._path) != self._stamp
 
     def reload(self) -> None:
-        """An unusable file changes nothing and is logged. Limits change at once, also for calls on open streams."""
+        """Reads the file again. Limits change at once, also for calls on open streams. An unusable file is logged and ignored."""
         if self._path is None:
             return
         try:
@@ -157,7 +161,7 @@ class Accounts:
 
 
 def read_policies(path: Path) -> dict[bytes, ClientPolicy]:
-    """Digest of each token -> policy. Blank lines and lines that start with # do not count. Raises ConfigError.
+    """Returns digest of each token -> policy. Blank lines and lines that start with # do not count. Raises ConfigError.
 
     When no line says `admin`, every token may do everything.
     """

@@ -1,4 +1,4 @@
-"""The Admin service: moving experts and changing the number of ranks, for operators only."""
+"""Serves the Admin service: it moves experts and changes the number of ranks, for operators only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AdminServicer(pb_grpc.AdminServicer):
-    """guarded: tokens are asked for, and the interceptor has let none but admins in."""
+    """Serves operators. guarded: the service requires tokens, and the interceptor lets only admins in."""
 
     def __init__(self, engine: Engine, *, guarded: bool):
         self._engine, self._guarded = engine, guarded

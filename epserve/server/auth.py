@@ -1,4 +1,4 @@
-"""Which calls come in: TLS, client certificates, bearer tokens."""
+"""Decides which calls come in: by TLS, client certificates and bearer tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .accounts import Accounts
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Load balancers and kubelets ask for health without credentials."""
 ADMIN_METHODS = ("/grpc.reflection.", "/epserve.v1.Admin/")
-"""For tokens that are marked `admin`, where any is."""
+"""Methods for tokens marked `admin`, if the file marks any."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -41,7 +41,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: EpserveError):
-    """A streaming handler, whatever the method: it runs before any request message is received."""
+    """Returns a streaming handler, for methods of every kind, since it runs before any request message is received."""
 
     async def refuse(request_iterator, context: grpc.aio.ServicerContext) -> None:
         await status.abort(context, status.failure_of(error))
@@ -50,7 +50,7 @@ def _refusal(error: EpserveError):
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """None without TLS. Raises ConfigError that names the file at fault."""
+    """Returns the credentials of the port, or None without TLS. Raises ConfigError that names the file at fault."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     cert, key = _read(config.tls_cert, "tls_cert"), _read(config.tls_key, "tls_key")
@@ -60,7 +60,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
         probe.load_cert_chain(config.tls_cert, config.tls_key)
         if config.tls_client_ca is not None:
             probe.load_verify_locations(config.tls_client_ca)
-    except ssl.SSLError as error:  # gRPC's own message would be a line of its C core on stderr
+    except ssl.SSLError as error:  # gRPC's own message would only be a line of its C core on stderr
         raise ConfigError(f"server.tls_cert, tls_key or tls_client_ca: not a PEM pair that fits: {error}") from None
     return grpc.ssl_server_credentials([(key, cert)], client_ca, require_client_auth=client_ca is not None)
 

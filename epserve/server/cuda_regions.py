@@ -1,7 +1,7 @@
-"""Regions of GPU memory (CUDA IPC): registered here, opened by the rank that computes on their GPU.
+"""Registers regions of GPU memory (CUDA IPC). The rank that computes on their GPU opens them.
 
-This process holds no GPU. It keeps owner, name, bounds and lease, as for other regions, and checks all that headers say; the
-rank checks the handle, the true size, the proof and the values.
+This process holds no GPU. It keeps owner, name, bounds and lease, as for other regions, and checks the headers. The rank checks
+the handle, the true size, the proof and the values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from epserve.pool.device_regions import DeviceRegion, DeviceRegions
 
 DTYPES = (pb.BF16, pb.FP16, pb.FP32)
-"""That the rank converts to the model's, and back, as it copies."""
+"""The dtypes that the rank converts to the model's, and back, as it copies."""
 LARGEST = 2**63 - 1
 """A rank counts bytes in int64."""
 
@@ -41,19 +41,19 @@ class CudaRegion(Region):
         super().__init__(owner=owner, name=name, key="", offset=device.offset, size=device.size, lease_s=lease_s, fd=-1)
         self.gpu_uuid = device.gpu_uuid
         self.device_id = device_id
-        """As the client counts."""
+        """The GPU's number as the client counts."""
         self._device, self._close = device, close
 
     def _release(self) -> None:
         self._close(self._device)
 
     def rows(self, offset: int, dtype: pb.DType) -> RegionRows:
-        """Where rows lie, for the rank."""
+        """Returns the place of rows, for the rank."""
         named = getattr(torch, wire.DTYPE_NAMES[dtype])
         return RegionRows(region=self._device.number, offset=offset, dtype=named)
 
     def overlaps(self, start: int, other: CudaRegion, other_start: int, nbytes: tuple[int, int]) -> bool:
-        """Whether bytes of the two, from their own starts on, are the same memory, as far as their handles tell."""
+        """Returns whether bytes of the two, from their own starts on, are the same memory, as far as their handles tell."""
         if self._device.handle != other._device.handle:
             return False
         mine, others = self.offset + start, other.offset + other_start
@@ -61,7 +61,7 @@ class CudaRegion(Region):
 
 
 class CudaRegistry:
-    """What both protocols register with. `ranks`: the engine's, None where it has none."""
+    """Registers regions for both protocols. `ranks`: the engine's ranks. None: it has none in this process."""
 
     def __init__(
         self, regions: Regions, limits: ServerConfig, ranks: Callable[[], DeviceRegions | RemoteDeviceRegions | None]
@@ -76,7 +76,7 @@ class CudaRegistry:
     async def register_proven(
         self, owner: str, *, memory: pb.CudaMemory, key: str, offset: int, size: int, proof: bytes
     ) -> CudaRegion:
-        """As `Regions.register_proven`. Raises InvalidRequest, TooLarge, Overloaded, NotReady."""
+        """Does the same as `Regions.register_proven`. Raises InvalidRequest, TooLarge, Overloaded, NotReady."""
         if key:
             text = f"key: {key[:100]!r} came with the handle of GPU memory; a region is of one or of the other"
             raise InvalidRequest(text, field="key")
@@ -90,7 +90,7 @@ class CudaRegistry:
         )
 
     async def register_leased(self, owner: str, *, name: str, handle: bytes, device_id: int, size: int) -> CudaRegion:
-        """As `Regions.register_leased`."""
+        """Does the same as `Regions.register_leased`."""
         self._regions.check_name(owner, name)
         ranks = self._checked(owner, handle, 0, size)
         device = await ranks.open(handle=handle, offset=0, size=size, device_id=device_id)
@@ -116,7 +116,7 @@ class CudaRegistry:
 
     def _add(self, close: Callable[[Any], None], device: Any, region: CudaRegion) -> CudaRegion:
         try:
-            self._regions.add(region)  # what was checked before the rank was asked may have changed since
+            self._regions.add(region)  # it checks again, since the registry may have changed during the rank's answer
         except BaseException:
             close(device)
             raise
@@ -126,7 +126,7 @@ class CudaRegistry:
 def check_use(
     hidden: Slice | None, others: dict[str, Slice], output: Slice | None, dtypes: tuple[pb.DType, pb.DType]
 ) -> None:
-    """What a request may do with regions on GPUs. dtypes: of hidden_states and of the reply. Raises InvalidRequest."""
+    """Checks a request's use of regions on GPUs. dtypes: of hidden_states and of the reply. Raises InvalidRequest."""
     for name, each in others.items():
         if each.on_gpu:
             text = (

@@ -1,4 +1,4 @@
-"""Whether all values of a tensor are finite, and which rows are not."""
+"""Checks whether all values of a tensor are finite, and finds the rows that are not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """A sum that is finite has only such terms, and is the quickest to compute. One that is not may have passed the largest
-    number: then each value is looked at."""
+    """Returns whether all values are finite.
+
+    A finite sum has only finite terms, and a sum is the quickest to compute. A sum that is not finite may have overflowed, so
+    each value is then checked.
+    """
     return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
 def rows_not_finite(x_MK: torch.Tensor) -> list[int]:
-    """Ascending. Costs a sum where there are none."""
+    """Returns the rows with a value that is not finite, in ascending order. It costs one sum when there are none."""
     if all_finite(x_MK):
         return []
     return torch.isfinite(x_MK).all(1).logical_not().nonzero().flatten().tolist()

@@ -1,6 +1,6 @@
-"""Server reflection, under both of its names: v1, which newer tools ask for first, and v1alpha.
+"""Serves server reflection under both of its names: v1, which newer tools ask for first, and v1alpha.
 
-The two differ in the package's name alone. grpcio-reflection has v1alpha only, so its service answers both, and the
+The two differ only in the package's name. grpcio-reflection has v1alpha only, so its service answers both, and the
 descriptors of v1 are those of v1alpha under the other name.
 """
 
@@ -20,7 +20,7 @@ _FILE_V1 = "grpc/reflection/v1/reflection.proto"
 
 
 def add(names: Sequence[str], server: grpc.aio.Server) -> None:
-    """names: of the services that the server shows, these two among them."""
+    """Adds both reflection services to a server. names: all services that the server shows, with these two."""
     describe_v1()
     servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # not in __all__
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -34,7 +34,7 @@ def add(names: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def describe_v1() -> FileDescriptor:
-    """The service's own description, which tools ask for, put where all descriptions are."""
+    """Adds the description of v1 itself to the pool of all descriptions, since tools ask for it."""
     pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
     try:
         return pool.FindFileByName(_FILE_V1)

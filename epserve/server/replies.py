@@ -1,4 +1,4 @@
-"""A result as it leaves: in the dtype that was asked for, at the place that was asked for, and finite unless told otherwise.
+"""Encodes a result for its reply: in the requested dtype, at the requested place, and finite unless told otherwise.
 
 Legend: M tokens, K hidden size.
 """
@@ -26,25 +26,25 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A result as it leaves. `not_finite`: rows that hold NaN or infinity, of a request that keeps them."""
+    """Holds an encoded result. `not_finite`: the rows that hold NaN or infinity, for a request that keeps them."""
 
     tensors: dict[pb.Field, wire.WireTensor]
     not_finite: tuple[int, ...] = ()
 
 
 def encode_reply(out: torch.Tensor, checked: CheckedRequest, not_finite: Collection[int] = ()) -> Encoded:
-    """The result `(M, K)` in the dtype that the request asks for; written to its region, if it names one.
+    """Returns the result `(M, K)` in the dtype that the request asks for. It is written to the request's region, if there is one.
 
-    not_finite: rows of a result that is on a GPU; others are looked at here. Raises NotFinite.
+    not_finite: the rows that a rank found in a result on a GPU. Other results are checked here. Raises NotFinite.
     """
     where = checked.output
-    if where is not None and where.on_gpu:  # the rank has put it there
+    if where is not None and where.on_gpu:  # the rank has already written the result
         tensor = wire.WireTensor(dtype=checked.reply_dtype, shape=tuple(out.shape), data=memoryview(b""))
         rows = _kept(sorted(not_finite), checked, out.dtype)
         return Encoded(tensors={pb.HIDDEN_STATES: _placed(tensor, where)}, not_finite=rows)
     quantised = checked.reply_dtype == pb.FP8_E4M3
     made = out if quantised else out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype]))
-    rows = _kept(rows_not_finite(made), checked, out.dtype)  # before anything is written to a region
+    rows = _kept(rows_not_finite(made), checked, out.dtype)  # the check precedes any write to a region
     if quantised:
         values, scales = fp8.quantise(out)
         tensors = {
@@ -64,7 +64,7 @@ def _placed(tensor: wire.WireTensor, where: Slice) -> wire.WireTensor:
 
 
 def _kept(rows: list[int], checked: CheckedRequest, computed: torch.dtype) -> tuple[int, ...]:
-    """`rows`. Raises NotFinite unless the request keeps them."""
+    """Returns `rows`. Raises NotFinite unless the request keeps them."""
     if not rows or checked.keep_not_finite:
         return tuple(rows)
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", ..." if len(rows) > SHOWN_ROWS else "")

@@ -1,4 +1,4 @@
-"""The Experts service: thin methods that turn messages into calls, and errors into statuses."""
+"""Serves the Experts service: thin methods that turn messages into calls, and errors into statuses."""
 
 from __future__ import annotations
 

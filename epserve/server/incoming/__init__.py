@@ -1,1 +1,1 @@
-"""How requests come in: each message within its time, counted while it is not whole, and whose sockets they use."""
+"""Receives requests: limits each message's time, counts incomplete messages, and finds the owners of sockets."""

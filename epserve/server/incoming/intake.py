@@ -1,8 +1,8 @@
-"""Counts what clients have sent of messages that are not whole yet, which gRPC keeps, and ends calls when it becomes too much.
+"""Counts the bytes of incomplete messages, which gRPC keeps, and ends calls when they become too many.
 
-gRPC shows a message when it is whole. The rest of what it holds are the bytes that the kernel has counted on a connection, less
-the messages that came over it. The count is an estimate: headers and frames are allowed for by a share of the messages, and a
-client that cancels a call in the middle of its message is trusted to have freed it.
+gRPC shows a message when it is whole. The incomplete part is the bytes that the kernel has counted on a connection, less the
+messages that came over it. The count is an estimate: a share of the messages allows for headers and frames, and a client that
+cancels a call in the middle of its message is trusted to have freed it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from . import sockets
 log = logging.getLogger("epserve.server")
 
 SAMPLE_S = 0.5
-"""Between two looks at the connections. What they send meanwhile may pass the limit."""
+"""The time between two looks at the connections. Their bytes in that time may pass the limit."""
 IDLE_SAMPLES = 60
-"""While no message is awaited, one look in so many: connections that have gone are forgotten."""
+"""While no message is awaited, only one in this number of looks is taken, to forget connections that have gone."""
 SLACK_BYTES = 256 << 10
-"""Of each connection that does not count: settings, the first windows."""
+"""The bytes of each connection that do not count: settings, the first windows."""
 MESSAGE_BYTES, MESSAGE_SHARE = 1024, 50
-"""What may come beside each message: so many bytes, and one part in so many of its own."""
+"""The allowance beside each message: MESSAGE_BYTES, and one part in MESSAGE_SHARE of its own bytes."""
 
 
 class Read:
-    """A method that waits for its one message. `fail` ends the wait."""
+    """Represents a method that waits for its one message. `fail` ends the wait."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -48,7 +48,7 @@ class Read:
 
 
 class Peer:
-    """One connection: its calls, and its bytes since it last had none. `name`: gRPC's."""
+    """Counts one connection: its calls, and its bytes since it last had no call. `name`: gRPC's name of it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -71,7 +71,7 @@ class Peer:
             self._begin()
 
     def delivered(self, nbytes: int) -> None:
-        """A whole message came."""
+        """Counts a whole message that came."""
         self._messages += nbytes + MESSAGE_BYTES + nbytes // MESSAGE_SHARE
 
     @contextmanager
@@ -83,11 +83,11 @@ class Peer:
         finally:
             self.reads.discard(read)
             if not read.whole and not self.reads:
-                self._begin()  # what came of that message is gone
+                self._begin()  # the bytes of that message are freed
 
     def sample(self, received: int) -> None:
-        """received: bytes that the kernel has counted since the connection began."""
-        if received < self._received:  # another connection from the same port
+        """Updates the count. received: bytes that the kernel has counted since the connection began."""
+        if received < self._received:  # it is another connection from the same port
             self._start = 0
         self._received = received
         if not self.calls:
@@ -95,7 +95,7 @@ class Peer:
         self.held = max(received - self._start - self._messages - SLACK_BYTES, 0)
 
     def shed(self, error: Overloaded) -> None:
-        """Ends everything that could hold a part of a message."""
+        """Ends all calls that could hold a part of a message."""
         for read in list(self.reads):
             read.fail(error)
         for task in list(self.streams):
@@ -107,32 +107,32 @@ class Peer:
 
 
 class Intake:
-    """All connections of a server but those over its Unix-domain socket, which only its own user can open.
+    """Watches all connections of a server, except those over its Unix-domain socket, which only its own user can open.
 
-    limit: the number of bytes that may be held. Of one event loop.
+    It belongs to one event loop. limit: the number of bytes that may be held.
     """
 
     def __init__(self, limit: int):
         self.port = 0
-        """Of the server, once it is bound."""
+        """The server's port, once it is bound."""
         self._limit = limit
         self._peers: dict[str, Peer] = {}
         self._blind = False
-        """The kernel does not tell: which connections there are, is known by their calls alone."""
+        """The kernel tells nothing, so connections are known by their calls alone."""
 
     @property
     def waiting(self) -> int:
-        """Calls whose message is not here in full."""
+        """Returns the number of calls whose message is not complete."""
         return sum(len(peer.reads) for peer in self._peers.values())
 
     @property
     def nbytes(self) -> int:
-        """What came of messages that are not whole, as of the last look."""
+        """Returns the bytes of incomplete messages at the last look."""
         return sum(peer.held for peer in self._peers.values())
 
     @contextmanager
     def call(self, name: str, *, stream: asyncio.Task[Any] | None = None) -> Iterator[Peer]:
-        """stream: the task of a call that reads many messages."""
+        """Counts a call. stream: the task of a call that reads many messages."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = Peer(name)
@@ -145,7 +145,7 @@ class Intake:
                 self._peers.pop(name, None)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Looks at the connections until cancelled."""
         for number in itertools.count(1):
             await asyncio.sleep(SAMPLE_S)
             waiting = any(peer.reads or peer.streams for peer in self._peers.values())
@@ -161,7 +161,7 @@ class Intake:
             self.take(found)
 
     def take(self, found: Iterable[sockets.Connection]) -> None:
-        """Counts again. Above the limit, the connections that hold most lose their calls."""
+        """Counts again. Above the limit, the connections with most bytes lose their calls."""
         received = {end.peer: end.received for end in found}
         for name, peer in list(self._peers.items()):
             if name in received:

@@ -1,8 +1,7 @@
-"""How requests come in: each message within its time, counted, and with a status of ours where it is no message.
+"""Receives requests: each message within its time, counted, and with a status of ours if its bytes are not a message.
 
-A method with one request is called once the request is here. gRPC would wait for it without an end, and would say UNKNOWN to
-bytes that are no message and log a traceback for each. Once a method has returned, its reply has a time in which the client must
-read it.
+A method with one request is called once the request is here. gRPC would wait for it for ever, and would answer bytes that are
+not a message with UNKNOWN and log a traceback for each. Once a method has returned, the client must read its reply in time.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _peer: contextvars.ContextVar[Peer] = contextvars.ContextVar("peer")
 
 
 class Receiving(grpc.aio.ServerInterceptor):
-    """limit_s: how long a message may take where the client gives no deadline, and how long a reply may lie unread."""
+    """Limits the time of messages. limit_s: for a message without a deadline of the client, and for a reply to be read."""
 
     def __init__(self, intake: Intake, limit_s: float) -> None:
         self._intake, self._limit_s = intake, limit_s
         self._made: dict[str, tuple[Any, Any]] = {}
-        """Method -> its handler and ours around it: made once, not for each call."""
+        """Method -> its handler and our wrapper, made once instead of for each call."""
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
@@ -57,7 +56,7 @@ class Receiving(grpc.aio.ServerInterceptor):
         return make(call, request_deserializer=read, response_serializer=handler.response_serializer)
 
     def _single(self, behaviour: Any) -> Any:
-        """A method with one request, as one that reads a stream: gRPC then calls it before the request is here."""
+        """Wraps a method with one request as one that reads a stream: gRPC then calls it before the request is here."""
 
         async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
             with self._intake.call(context.peer()) as peer:
@@ -82,7 +81,7 @@ class Receiving(grpc.aio.ServerInterceptor):
                         return await behaviour(requests, context)
                     async for reply in behaviour(requests, context):
                         await context.write(reply)
-                except InvalidRequest as error:  # of a method that is not ours, such as reflection's
+                except InvalidRequest as error:  # raised in a method that is not ours, such as reflection's
                     await status.abort(context, status.failure_of(error))
                 finally:
                     self._limit_sending()
@@ -90,7 +89,7 @@ class Receiving(grpc.aio.ServerInterceptor):
         return call
 
     async def _read(self, peer: Peer, context: Any) -> Any:
-        """The one request. Raises InvalidRequest, DeadlineExceeded, Overloaded."""
+        """Reads the one request. Raises InvalidRequest, DeadlineExceeded, Overloaded."""
         with peer.read() as read:
             remaining = context.time_remaining()
             limit_s = self._limit_s if remaining is None else remaining
@@ -110,7 +109,7 @@ class Receiving(grpc.aio.ServerInterceptor):
             return request
 
     def _limit_sending(self) -> None:
-        """From now on this task only waits until gRPC has sent the reply and the status."""
+        """Limits the rest of this task, which only waits until gRPC has sent the reply and the status."""
         task = asyncio.current_task()
         assert task is not None
         timer = asyncio.get_running_loop().call_later(self._limit_s, drop, task)

@@ -1,6 +1,6 @@
-"""What the kernel knows of this host's TCP connections: who owns a socket, and how many bytes have come through it.
+"""Asks the kernel about this host's TCP connections: the owner of a socket, and the bytes that came through it.
 
-It answers over netlink (`sock_diag`, what `ss` uses), to any user. Nothing here reads or writes a connection.
+The kernel answers over netlink (`sock_diag`, as for `ss`), to any user. Nothing here reads or writes a connection.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from urllib.parse import unquote
 _SOCK_DIAG, _BY_FAMILY = 4, 20  # NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY
 _DUMP_REQUEST, _ERROR, _DONE = 0x301, 2, 3
 _ESTABLISHED, _INFO = 1, 2
-"""A socket that its owner has closed is in another state, and then seems to be user 0's."""
+"""The state that is asked for. A socket that its owner has closed is in another state, and then seems to be user 0's."""
 _HEADER = struct.Struct("=IHHII")
 _REPLY_BYTES, _UID_AT, _BYTES_RECEIVED_AT = 72, 64, 128
-"""Of inet_diag_msg and tcp_info."""
+"""The length and two offsets of inet_diag_msg and tcp_info."""
 _TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """One end of an established TCP connection. `source` is this end. `received`: bytes that its owner has got."""
+    """Describes one end of an established TCP connection. `source` is this end. `received`: the bytes that came in here."""
 
     source: tuple[str, int]
     destination: tuple[str, int]
@@ -33,13 +33,13 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """The other end as gRPC names it."""
+        """Returns the other end as gRPC names it."""
         host, port = self.destination
         return f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def connections(*, source_port: int = 0, destination_port: int = 0) -> list[Connection]:
-    """Those of this network namespace with these ports; 0: any. Raises OSError where the kernel does not say."""
+    """Returns the connections of this network namespace with these ports (0: any). Raises OSError without netlink."""
     found: list[Connection] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as link:
         link.settimeout(_TIMEOUT_S)
@@ -53,9 +53,9 @@ def connections(*, source_port: int = 0, destination_port: int = 0) -> list[Conn
 
 
 def uid_of_peer(peer: str, port: int) -> int | None:
-    """The user whose process opened the connection from `peer`, in gRPC's words, to this host's `port`.
+    """Returns the user whose process opened the connection from `peer`, in gRPC's words, to this host's `port`.
 
-    None where that cannot be known: over the network, over a Unix-domain socket, or without netlink.
+    Returns None if that cannot be known: over the network, over a Unix-domain socket, or without netlink.
     """
     kind, _, address = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -71,7 +71,7 @@ def uid_of_peer(peer: str, port: int) -> int | None:
 
 
 def _replies(link: socket.socket) -> Iterator[Connection]:
-    """Raises OSError."""
+    """Yields the connections of the kernel's answers. Raises OSError."""
     while True:
         data, at = link.recv(1 << 17), 0
         while at < len(data):
@@ -101,7 +101,7 @@ def _connection(reply: bytes) -> Connection:
 
 
 def _plain(address: str | ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """An IPv4 address that an IPv6 socket has becomes one of IPv4, as gRPC shows it. Raises ValueError."""
+    """Returns an address as gRPC shows it: IPv4 for an IPv6 socket's IPv4 address. Raises ValueError."""
     parsed = ipaddress.ip_address(address) if isinstance(address, str) else address
     mapped = getattr(parsed, "ipv4_mapped", None)
     return str(mapped or parsed)

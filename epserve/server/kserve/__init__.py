@@ -1,1 +1,1 @@
-"""The Open Inference Protocol (KServe v2): a second face of the same calls."""
+"""Serves the Open Inference Protocol (KServe v2), a second interface to the same calls."""

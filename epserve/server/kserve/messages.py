@@ -1,4 +1,4 @@
-"""Messages of the Open Inference Protocol: requests as ForwardRequests, results as its responses. No I/O."""
+"""Turns requests of the Open Inference Protocol into ForwardRequests, and results into its responses. It does no I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATATYPES = {
     "BF16": pb.BF16, "FP16": pb.FP16, "FP32": pb.FP32, "FP64": pb.FP64, "INT8": pb.INT8, "INT16": pb.INT16,
     "INT32": pb.INT32, "INT64": pb.INT64, "UINT8": pb.UINT8, "UINT16": pb.UINT16, "UINT32": pb.UINT32,
 }  # fmt: skip
-"""Those that some input may have or that get a better message than "unknown"."""
+"""The datatypes that some input may have, or that get a better message than "unknown"."""
 DATATYPE_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 CONTENTS = {
     "FP32": "fp32_contents", "FP64": "fp64_contents", "INT8": "int_contents", "INT16": "int_contents",
@@ -27,18 +27,18 @@ PRIORITY_LEVELS = (pb.PRIORITY_UNSPECIFIED, pb.HIGH, pb.NORMAL, pb.LOW)
 INPUTS = ("hidden_states", "topk_ids", "topk_weights")
 OUTPUT = "hidden_states"
 VERSION = "1"
-"""Of every layer."""
+"""The version of every layer."""
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 KEEP_NOT_FINITE, NOT_FINITE_ROWS = "keep_not_finite", "not_finite_rows"
-"""Of a request, and of its response: the numbers of rows with commas between them."""
+"""The parameter of a request, and of its response: the numbers of rows with commas between them."""
 REFUSED_PARAMETERS = ("classification", "sequence_id")
-"""Extensions that would change what the answer means; other unknown parameters are ignored, as the protocol says."""
+"""Extensions that would change the meaning of the answer. Other unknown parameters are ignored, as the protocol says."""
 
 
 def to_forward_request(
     request: kserve.ModelInferRequest, layer: int
 ) -> tuple[pb.ForwardRequest, dict[pb.Field, bytes]]:
-    """The same request without its inline bytes, and those. Raises InvalidRequest."""
+    """Returns the same request without its inline bytes, and those bytes. Raises InvalidRequest."""
     _check_parameters(request.parameters, "parameters")
     translated = pb.ForwardRequest(
         layer=layer, priority=_priority(request.parameters), keep_not_finite=_keep_not_finite(request.parameters)
@@ -87,7 +87,7 @@ def to_forward_request(
 def to_response(
     request: kserve.ModelInferRequest, result: wire.WireTensor, not_finite_rows: Sequence[int] = ()
 ) -> kserve.ModelInferResponse:
-    """Its one output: with the bytes, or where they lie in a region."""
+    """Returns the response with its one output: with the bytes, or with their place in a region."""
     output = kserve.ModelInferResponse.InferOutputTensor(
         name=OUTPUT, datatype=DATATYPE_NAMES[result.dtype], shape=result.shape
     )
@@ -108,7 +108,7 @@ def to_response(
 
 
 def _typed_bytes(each: kserve.ModelInferRequest.InferInputTensor, name: str) -> bytes:
-    """The bytes of typed contents, which are slow and for small tensors."""
+    """Returns the bytes of typed contents. They are slow and for small tensors."""
     field = CONTENTS.get(each.datatype)
     if field is None:
         raise InvalidRequest(f"{name}: {each.datatype} needs raw_input_contents, it has no typed contents", field=name)
@@ -154,13 +154,13 @@ def _value(parameters: Mapping[str, kserve.InferParameter], key: str, kind: str,
 
 def _check_parameters(parameters: Mapping[str, kserve.InferParameter], name: str) -> None:
     for key in REFUSED_PARAMETERS:
-        # NOTE: looking a missing key up in a protobuf map adds it
+        # NOTE: a protobuf map adds a missing key that is looked up
         if key in parameters and parameters[key].WhichOneof("parameter_choice"):
             raise InvalidRequest(f"{name}: parameter {key} is not supported", field=name)
 
 
 def _priority(parameters: Mapping[str, kserve.InferParameter]) -> pb.Priority:
-    """The protocol's `priority`: 1 is the highest, 0 the default; here 1, 2 and 3 are HIGH, NORMAL and LOW."""
+    """Reads the protocol's `priority`: 1 is the highest, 0 the default. Here 1, 2 and 3 are HIGH, NORMAL and LOW."""
     level = _number(parameters, "priority", "parameters") if "priority" in parameters else 0
     if level >= len(PRIORITY_LEVELS):
         raise InvalidRequest(
@@ -170,11 +170,11 @@ def _priority(parameters: Mapping[str, kserve.InferParameter]) -> pb.Priority:
 
 
 def _keep_not_finite(parameters: Mapping[str, kserve.InferParameter]) -> bool:
-    """Ours: rows that are not finite come as they are, and the response names them."""
+    """Reads a parameter of our own: rows that are not finite come as they are, and the response names them."""
     return KEEP_NOT_FINITE in parameters and _value(parameters, KEEP_NOT_FINITE, "bool_param", "parameters")
 
 
 def timeout_s(parameters: Mapping[str, kserve.InferParameter]) -> float | None:
-    """The protocol's `timeout`, in microseconds; 0 is none."""
+    """Reads the protocol's `timeout`, in microseconds (0: none), as seconds."""
     micros = _number(parameters, "timeout", "parameters") if "timeout" in parameters else 0
     return micros / 1e6 if micros else None

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol (KServe v2): a second face of the same calls. A layer is a model, `layer-3` for layer 3.
+"""Serves the Open Inference Protocol (KServe v2) through the same calls. A layer is a model, `layer-3` for layer 3.
 
-Requests become ForwardRequests whose bytes stay where they are (raw contents or shared memory), so that every check, limit
-and message is that of the Experts service.
+Requests become ForwardRequests whose bytes stay in place (raw contents or shared memory), so that every check, limit and
+message is that of the Experts service.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         answers: asyncio.Queue[tuple[asyncio.Task[kserve.ModelStreamInferResponse], ExitStack] | None]
-        answers = asyncio.Queue(self._calls.limits.max_in_flight_per_stream)  # full: nothing more is read
+        answers = asyncio.Queue(self._calls.limits.max_in_flight_per_stream)  # when it is full, nothing more is read
         tasks: set[asyncio.Task[Any]] = set()
         unsent: set[ExitStack] = set()
-        """What each request holds until its answer is written."""
+        """The resources that each request holds until its answer is written."""
 
         async def read() -> None:
             try:
@@ -105,7 +105,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
             except Exception:
                 await answers.put(None)
                 raise
-            # NOTE: not after a cancel: nobody takes answers any more, and where there is no room this would wait for ever.
+            # NOTE: this must not run after a cancel: no task takes answers then, and a full queue would wait for ever.
             await answers.put(None)
 
         await context.send_initial_metadata(())  # see StreamSession.run
@@ -117,7 +117,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
                 held.close()
                 unsent.discard(held)
             await reader
-        except EpserveError as error:  # of reading: bytes that are no message
+        except EpserveError as error:  # the reader met bytes that are not a message
             await status.abort(context, status.failure_of(error))
         finally:
             for each in (reader, *tasks):
@@ -127,7 +127,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
                 held.close()
 
     async def _write(self, context: grpc.aio.ServicerContext, answer: kserve.ModelStreamInferResponse) -> None:
-        """Raises DeadlineExceeded where nobody reads: the answers behind this one would lie here for ever."""
+        """Writes an answer. Raises DeadlineExceeded if the client does not read: later answers would stay here for ever."""
         limit = self._calls.default_deadline_s
         try:
             async with asyncio.timeout(limit):
@@ -169,7 +169,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
     async def SystemSharedMemoryUnregister(
         self, request, context: grpc.aio.ServicerContext
     ) -> kserve.SystemSharedMemoryUnregisterResponse:
-        """Requests that are using the region still finish; its name is free at once."""
+        """Unregisters a region. Requests that use it still finish. Its name is free at once."""
         try:
             owner = self._region_owner(context)
             if request.name:
@@ -183,7 +183,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
     async def SystemSharedMemoryStatus(
         self, request, context: grpc.aio.ServicerContext
     ) -> kserve.SystemSharedMemoryStatusResponse:
-        """Of the caller's own regions. Asking renews their leases."""
+        """Describes the caller's own regions. The call renews their leases."""
         try:
             owner = self._region_owner(context)
             if request.name:
@@ -214,7 +214,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
     async def CudaSharedMemoryUnregister(
         self, request, context: grpc.aio.ServicerContext
     ) -> kserve.CudaSharedMemoryUnregisterResponse:
-        """Requests that are using the region still finish; its name is free at once."""
+        """Unregisters a region. Requests that use it still finish. Its name is free at once."""
         try:
             owner = self._region_owner(context)
             if request.name:
@@ -228,7 +228,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
     async def CudaSharedMemoryStatus(
         self, request, context: grpc.aio.ServicerContext
     ) -> kserve.CudaSharedMemoryStatusResponse:
-        """As SystemSharedMemoryStatus."""
+        """Describes the caller's own regions on GPUs, as SystemSharedMemoryStatus does for others."""
         try:
             owner = self._region_owner(context)
             if request.name:
@@ -267,7 +267,7 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
     async def _infer(
         self, request: kserve.ModelInferRequest, caller: Caller, remaining_s: float | None, held: ExitStack
     ) -> kserve.ModelInferResponse:
-        """held: as for `Calls.answer`."""
+        """Runs one request. held: takes the resources that it holds, as in `Calls.answer`."""
         calls = self._calls
         request_id = calls.request_id(request.id)
         deadline = calls.deadline(remaining_s, timeout_s(request.parameters))

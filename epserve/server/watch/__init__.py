@@ -1,1 +1,1 @@
-"""What one sees of a running server: metrics, traces, the status page and the minutes behind it."""
+"""Shows a running server: metrics, traces, the status page and the last minutes behind it."""

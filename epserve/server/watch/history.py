@@ -1,6 +1,6 @@
-"""The last minutes of a service, kept in memory: a sample each second, latencies in buckets, expert load.
+"""Keeps the last minutes of a service in memory: a sample each second, latencies in buckets, expert load.
 
-Memory is bounded whatever the traffic: 600 samples, at most some 350 latency buckets for each of the last 60 seconds, and 12
+Memory is bounded under any traffic: 600 samples, at most about 350 latency buckets for each of the last 60 seconds, and 12
 snapshots of the load.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 SAMPLES = 600
-"""One a second: ten minutes."""
+"""The number of samples, one a second: ten minutes."""
 RECENT_S = 60
-"""What "recent" means: percentiles and expert load of the last minute."""
+"""The seconds that count as recent: percentiles and expert load are those of the last minute."""
 LOAD_EVERY_S = 5
 GROWTH = 1.05
 """Each latency bucket ends 5 % above the one before, so a percentile is at most 2.5 % off."""
@@ -27,7 +27,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One second. Rates are per second; latencies in milliseconds, None where no request ended."""
+    """Describes one second. Rates are per second. Latencies are in milliseconds, and None if no request ended."""
 
     at: float
     tokens: float
@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Milliseconds; zero where `count` is."""
+    """Holds latencies in milliseconds. They are zero when `count` is zero."""
 
     p50_ms: float = 0.0
     p90_ms: float = 0.0
@@ -55,7 +55,7 @@ def bucket_of(seconds: float) -> int:
 
 
 def percentiles(buckets: Mapping[int, int]) -> Percentiles:
-    """Of the latencies in `buckets` (bucket -> count): the middle of the bucket that holds each."""
+    """Returns percentiles of the latencies in `buckets` (bucket -> count): each is the middle of its bucket."""
     count = sum(buckets.values())
     if not count:
         return Percentiles()
@@ -69,7 +69,7 @@ def percentiles(buckets: Mapping[int, int]) -> Percentiles:
 
 
 class History:
-    """Counts between samples; `sample` is called once a second, from the loop that counts."""
+    """Counts between samples. The loop that counts calls `sample` once a second."""
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
@@ -81,7 +81,7 @@ class History:
         self._load_age = 0.0
 
     def request(self, seconds: float) -> None:
-        """One that was answered."""
+        """Counts an answered request."""
         self._now[bucket_of(seconds)] += 1
         self._requests += 1
 
@@ -93,7 +93,7 @@ class History:
         self._tokens += tokens
 
     def sample(self, now: float, seconds: float, *, queue_tokens: int, load: Mapping[int, tuple[int, ...]]) -> None:
-        """Close the second that ends `now` (Unix time) and took `seconds`."""
+        """Closes the second that ends `now` (Unix time) and took `seconds`."""
         these = percentiles(self._now)
         shown = (these.p50_ms, these.p90_ms, these.p99_ms) if these.count else (None, None, None)
         sample = Sample(
@@ -113,31 +113,31 @@ class History:
         self._tokens = self._requests = self._errors = self._steps = 0
         if load:
             self._latest = np.array(list(load.values()), dtype=np.int64)
-            self._load_age += seconds  # not by `now`, which jumps when somebody sets the clock
+            self._load_age += seconds  # `now` would jump when a user sets the clock
             if not self._loads or self._load_age >= LOAD_EVERY_S:
                 self._loads.append(self._latest)
                 self._load_age = 0.0
 
     def latency(self) -> Percentiles:
-        """Of the last minute."""
+        """Returns the percentiles of the last minute."""
         total: Counter[int] = Counter()
         for buckets in list(self._buckets):
             total.update(buckets)
         return percentiles(total)
 
     def rate(self, name: str, seconds: int = 10) -> float:
-        """Mean of a sample's field over the last `seconds`."""
+        """Returns the mean of a sample's field over the last `seconds`."""
         last = list(self.samples)[-seconds:]
         return sum(getattr(sample, name) for sample in last) / len(last) if last else 0.0
 
     def recent_load(self) -> np.ndarray:
-        """`(layers, experts)` tokens of the last minute; since the start where nothing came in that minute."""
+        """Returns `(layers, experts)` tokens of the last minute, or since the start if nothing came in that minute."""
         first, last = self._loads[0] if self._loads else self._latest, self._latest
         recent = last - first if first.shape == last.shape else last
         return recent if recent.sum() > 0 else last
 
     def series(self) -> dict[str, list[Any]]:
-        """The samples by field, oldest first, for plots."""
+        """Returns the samples by field, oldest first, for plots."""
         return columns(asdict(sample) for sample in list(self.samples))
 
 

@@ -1,4 +1,4 @@
-"""From tokens of logical experts to what ranks and slots compute. Pure functions of an EngineStatus; NumPy only.
+"""Computes the load of ranks and slots from tokens of logical experts. Pure functions of an EngineStatus, with NumPy only.
 
 Legend: L served layers, E logical experts, P slots (physical experts) of all ranks, R ranks.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 MAX_HEAT_CELLS = 20_000
-"""Of the status page's heat map; more layers than that allows are added up in neighbouring groups."""
+"""The most cells of the status page's heat map. With more layers, neighbouring layers are added up."""
 HOT_EXPERTS = 8
-"""How many of the hottest experts are named."""
+"""The number of hottest experts that are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where experts lie now. `experts_LP`: the logical expert of each slot. `bounds`: first slot of each rank, and P."""
+    """Describes the places of experts. `experts_LP`: each slot's logical expert. `bounds`: each rank's first slot, and P."""
 
     layers: tuple[int, ...]
     experts_LP: np.ndarray
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, status: Any) -> Layout | None:
-        """None while the ranks are not up, or change."""
+        """Returns the layout of a status, or None while the ranks are not up, or change."""
         layers = tuple(status.expert_tokens)
         own = [expert for rank in status.ranks for expert in rank.experts]
         rows = [status.slots.get(layer, own) for layer in layers]
@@ -37,22 +37,22 @@ class Layout:
         return cls(layers=layers, experts_LP=np.array(rows, dtype=np.int64), bounds=tuple(bounds.tolist()))
 
     def slot_loads(self, tokens_LE: np.ndarray) -> np.ndarray:
-        """`(L, P)` float: an expert's tokens go to its copies in equal shares."""
+        """Returns `(L, P)` floats: an expert's tokens go to its copies in equal shares."""
         copies_LE = np.zeros(tokens_LE.shape, dtype=np.int64)
         rows = np.arange(len(self.layers))[:, None]
         np.add.at(copies_LE, (rows, self.experts_LP), 1)
         return tokens_LE[rows, self.experts_LP] / copies_LE[rows, self.experts_LP]
 
     def rank_loads(self, tokens_LE: np.ndarray) -> np.ndarray:
-        """`(R,)` float, all layers."""
+        """Returns `(R,)` floats, summed over all layers."""
         per_slot = self.slot_loads(tokens_LE).sum(axis=0)
         return np.array([per_slot[low:high].sum() for low, high in zip(self.bounds, self.bounds[1:], strict=False)])
 
 
 def heat(layout: Layout | None, tokens_LE: np.ndarray) -> dict[str, Any]:
-    """Rows of layers, columns of slots: percent of the row's mean, so that 100 is a fair share.
+    """Returns rows of layers and columns of slots in percent of the row's mean, so that 100 is a fair share.
 
-    experts: for each row the logical expert of each slot; empty where a row stands for several layers.
+    `experts` has for each row the logical expert of each slot. It is empty if a row stands for several layers.
     """
     if layout is None or tokens_LE.shape[0] != len(layout.layers):
         return {"rows": [], "percent": [], "experts": []}
@@ -69,7 +69,7 @@ def heat(layout: Layout | None, tokens_LE: np.ndarray) -> dict[str, Any]:
 
 
 def hottest(layout: Layout | None, tokens_LE: np.ndarray) -> Iterator[dict[str, Any]]:
-    """The experts with most tokens over all layers, and the ranks that hold copies in some layer."""
+    """Yields the experts with most tokens over all layers, and the ranks that hold copies in some layer."""
     if layout is None or not tokens_LE.sum():
         return
     tokens_E = tokens_LE.sum(axis=0)

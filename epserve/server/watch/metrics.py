@@ -1,7 +1,7 @@
-"""Prometheus metrics. Every name and label is made here; dashboards and alert rules under deploy/ use them.
+"""Makes the Prometheus metrics, with every name and label. Dashboards and alert rules under deploy/ use them.
 
 The number of series is bounded: experts are grouped so that at most `max_expert_series` remain, and nothing is labelled by
-client, request, layer and rank together. What the engine counts itself is read at scrape time from its last status.
+client, request, layer and rank together. The engine's own counts are read at scrape time from its last status.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTED = (
     "generation", "queue_tokens", "steps", "recoveries", "replayed_requests", "spares", "rebalances", "rebalances_skipped",
     "front_ends",
 )  # fmt: skip
-"""Of the engine's status, under the same names."""
+"""Counters of the engine's status, under the same names."""
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 PHASE_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -31,10 +31,10 @@ REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """One service's metrics in a registry of their own. Methods cost microseconds; `status` is replaced each second."""
+    """Holds one service's metrics in a registry of their own. Methods cost microseconds. `status` is replaced each second."""
 
     def __init__(self, *, model: str, family: str, max_expert_series: int):
-        disable_created_metrics()  # else each counter and histogram has a second series with the time it began
+        disable_created_metrics()  # otherwise each counter and histogram has a second series with its start time
         self.registry = CollectorRegistry(auto_describe=True)
         self.status: Any = None
         """The engine's last EngineStatus."""
@@ -89,7 +89,7 @@ class Metrics:
         self._sent.inc(sent)
 
     def _child(self, metric: Any, *labels: str) -> Any:
-        """`labels()` takes 10 us; so many pairs of method and code there are not."""
+        """Returns the child of these labels from a cache: `labels()` takes 10 us. The pairs of method and code are few."""
         key = metric, labels
         if key not in self._children:
             self._children[key] = metric.labels(*labels)
@@ -99,11 +99,11 @@ class Metrics:
         self._errors.labels(status).inc()
 
     def rpc(self, method: str, code: str) -> None:
-        """`method` must be one that the server has, so that callers cannot make series."""
+        """Counts a call. `method` must be a method of the server, so that callers cannot make series."""
         self._child(self._rpcs, method, code).inc()
 
     def step(self, record: Any) -> None:
-        """Of a StepRecord."""
+        """Counts a step by its StepRecord."""
         self._step_seconds.observe(record.seconds)
         self._step_tokens.observe(record.tokens)
         self._step_requests.observe(len(record.parts))
@@ -118,12 +118,12 @@ class Metrics:
             self._phase_seconds.labels(phase).observe(seconds)
 
     def take(self, status: Any, layout: Layout | None, recent: np.ndarray) -> None:
-        """Each second: the engine's status, where experts lie, and `(layers, experts)` tokens of the last minute."""
+        """Takes the engine's status, the places of experts, and `(layers, experts)` tokens of the last minute, each second."""
         counted = np.array(list(status.expert_tokens.values()), dtype=np.int64)
         self.status = status
         if layout is None or len(counted) != len(layout.layers):
             return
-        # Since the last second's placement: experts may move, and what a rank has computed stays its own.
+        # Only the tokens since the last second follow the new placement: experts may move, and a rank keeps its counts.
         before = self._counted if self._counted is not None else np.zeros_like(counted)
         for rank, tokens in enumerate(layout.rank_loads(np.maximum(counted - before, 0)).tolist()):
             self.rank_expert_tokens[rank] = self.rank_expert_tokens.get(rank, 0.0) + tokens
@@ -134,7 +134,7 @@ class Metrics:
 
 
 class _StatusCollector(Collector):
-    """What the engine has counted."""
+    """Collects the engine's own counts."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -153,7 +153,7 @@ class _StatusCollector(Collector):
 
 
 def _families() -> dict[str, Any]:
-    """Name without prefix -> empty family."""
+    """Returns name without prefix -> empty family."""
     gauges = {
         "state": ("1 for the state that the service is in.", ("state",)),
         "generation": ("Of the ranks' process group; one more after each recovery.", ()),
@@ -214,7 +214,7 @@ def _fill_experts(families: Mapping[str, Any], metrics: Metrics) -> None:
 
 
 def expert_groups(num_experts: int, limit: int) -> Iterator[tuple[str, slice]]:
-    """At most `limit` groups of neighbours: ("7", 7..7) each where they fit, else ("8-11", 8..11)."""
+    """Yields at most `limit` groups of neighbours: ("7", 7..7) for each expert if they fit, otherwise ("8-11", 8..11)."""
     width = max(1, -(-num_experts // limit))
     for start in range(0, num_experts, width):
         stop = min(start + width, num_experts)

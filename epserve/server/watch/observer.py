@@ -1,6 +1,6 @@
-"""Sees everything that happens in one server, and passes it on: metrics, the last minutes, traces, log context.
+"""Passes the events of one server on to metrics, the last minutes, traces and the log context.
 
-All methods run in the server's event loop. `snapshot()` may be called from any thread: what it reads is replaced, never
+All methods run in the server's event loop. Any thread may call `snapshot()`: the values that it reads are replaced, never
 changed.
 """
 
@@ -38,17 +38,17 @@ RATES = ("tokens", "requests", "errors", "steps")
 
 
 class Watch:
-    """One request, from its accepted header to its end. `trace` goes with its Batch."""
+    """Watches one request, from its accepted header to its end. `trace` goes with its Batch."""
 
     def __init__(self, observer: Observer, span: Any, tokens: int, received: int):
         self._observer, self.trace = observer, span
         self._tokens, self._received = tokens, received
         self._start = time.monotonic()
         self.sent = 0
-        """Bytes of the reply, once there is one."""
+        """The bytes of the reply, once there is one."""
 
     def decoded(self) -> None:
-        """The door's work is done."""
+        """Marks the end of the door's work."""
         self._observer.tracing.part(self.trace, "door", self._start, time.monotonic())
 
     def ended(self, status: str) -> None:
@@ -61,7 +61,7 @@ class Watch:
 
 
 class Observer:
-    """`start()` once the server's loop runs, `stop()` at its end."""
+    """Observes one server: `start()` once the server's loop runs, `stop()` at its end."""
 
     def __init__(self, engine: Engine, *, max_expert_series: int = 64, provider: Any = None):
         self._engine = engine
@@ -78,7 +78,7 @@ class Observer:
         engine.on_step(self._step)
 
     def start(self, calls: Any) -> None:
-        """`calls`: whose calls in flight and bytes are watched."""
+        """Starts. `calls`: the Calls whose calls in flight and bytes are watched."""
         self.metrics.calls_in_flight.set_function(lambda: calls.in_flight)
         self.metrics.buffered_bytes.set_function(lambda: calls.buffered_bytes)
         self._sampling = asyncio.create_task(self._sample_always(calls))
@@ -90,19 +90,19 @@ class Observer:
         await asyncio.to_thread(self.tracing.close)
 
     def request(self, request_id: str, *, layer: int, tokens: int, received: int) -> Watch:
-        """Call it in the task that serves the request: its log lines then carry the id."""
+        """Begins to watch a request. It must run in the task that serves the request: its log lines then carry the id."""
         span = self.tracing.request(request=request_id, layer=layer, tokens=tokens)
         logs.request_id.set(request_id)
         logs.trace_id.set(tracing.trace_id_of(span))
         return Watch(self, span, tokens, received)
 
     def error(self, code: str) -> None:
-        """A failure that a caller is told."""
+        """Counts a failure that a caller is told."""
         self.metrics.error(code)
         self.history.error()
 
     def snapshot(self) -> dict[str, Any]:
-        """What the status page shows, at most a second old; ready for JSON. Made when asked for: it costs milliseconds."""
+        """Returns the contents of the status page, at most a second old and ready for JSON. It costs milliseconds."""
         seen = self._seen
         if seen is not None and seen is not self._described[0]:
             self._described = seen, self._describe(*seen)
@@ -123,7 +123,7 @@ class Observer:
                 now = time.monotonic()
                 self.sample(calls, max(now - last, 1e-3))
                 last = now
-            except Exception:  # a defect here must not end the service, nor go unseen
+            except Exception:  # a defect here must not end the service, but it must be seen
                 log.exception("cannot sample the service's state")
             await asyncio.sleep(SAMPLE_S)
 
@@ -137,20 +137,20 @@ class Observer:
         self._seen = status, recent, calls
 
     def latency(self) -> Percentiles:
-        """Of the last minute."""
+        """Returns the percentiles of the last minute."""
         return self.history.latency()
 
     def rates(self) -> dict[str, float]:
-        """Per second, mean of the last ten."""
+        """Returns rates per second, as means of the last ten seconds."""
         return {name: round(self.history.rate(name), 3) for name in RATES}
 
     def recent_slots(self, rank: int) -> list[int]:
-        """Tokens of each of a rank's slots in the last minute, all layers."""
+        """Returns the tokens of each of a rank's slots in the last minute, over all layers."""
         return self._slots.get(rank, [])
 
     def phases_of(self, rank: int) -> dict[str, float]:
-        """Seconds of a rank's steps since the start, by phase."""
-        spent = list(self.metrics.rank_phases.items())  # at once: the loop may add to it meanwhile
+        """Returns the seconds of a rank's steps since the start, by phase."""
+        spent = list(self.metrics.rank_phases.items())  # a copy, since the loop may add to it meanwhile
         return {phase: seconds for (each, phase), seconds in spent if each == rank}
 
     def _describe(self, status: Any, recent: np.ndarray, calls: Any) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Observer:
 
 
 def _slots(ranks: Any, layout: Layout | None, recent: np.ndarray) -> dict[int, list[int]]:
-    """Rank -> load of each of its slots, all layers; empty while the ranks are not up."""
+    """Returns rank -> load of each of its slots, over all layers. It is empty while the ranks are not up."""
     if layout is None or len(layout.bounds) != len(ranks) + 1 or len(recent) != len(layout.layers):
         return {}
     per_slot = [round(load) for load in layout.slot_loads(recent).sum(axis=0).tolist()]
@@ -207,23 +207,23 @@ def _slots(ranks: Any, layout: Layout | None, recent: np.ndarray) -> dict[int, l
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):
-    """Counts every call that ends, and opens its span. Must be the first one, to see what the others refuse."""
+    """Counts every call that ends, and opens its span. It must be the first interceptor, to see calls that others refuse."""
 
     def __init__(self, observer: Observer):
         self._observer = observer
         self._made: dict[str, tuple[Any, Any]] = {}
-        """Method -> its handler and the watched one: made once, not for each call."""
+        """Method -> its handler and the watched one, made once instead of for each call."""
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
-        if handler is None:  # no such method: its name must not become a label
+        if handler is None:  # the method does not exist, and its name must not become a label
             self._observer.metrics.rpc("unknown", "UNIMPLEMENTED")
             return handler
         method = handler_call_details.method
         known = self._made.get(method)
         if known is None or known[0] is not handler:
             around = self._around(handler, method.lstrip("/"))
-            if handler.request_deserializer is None:  # a refusal, made for this call
+            if handler.request_deserializer is None:  # this handler is a refusal, made for this call
                 return around
             known = self._made[method] = handler, around
         return known[1]
@@ -273,7 +273,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
 
 def _code(context: Any) -> str:
-    """Name of the status that was set so far; empty for none. grpc.aio keeps its number."""
+    """Returns the name of the status that was set so far. Empty: none was. grpc.aio keeps its number."""
     code = context.code()
     name = _CODES.get(code, "") if isinstance(code, int) else getattr(code, "name", "")
     return "" if name == "OK" else name
@@ -283,7 +283,7 @@ _CODES = {code.value[0]: code.name for code in grpc.StatusCode}  # type: ignore[
 
 
 def _behaviour(handler: Any) -> tuple[Any, Any]:
-    """The handler's function and the maker of a handler of its kind."""
+    """Returns the handler's function and the maker of a handler of its kind."""
     kinds = (
         ("stream_stream", grpc.stream_stream_rpc_method_handler),
         ("stream_unary", grpc.stream_unary_rpc_method_handler),

@@ -1,7 +1,7 @@
-"""The service over HTTP, for eyes and for Prometheus: `/` status page, `/status.json`, `/metrics`, `/healthz`, `/livez`.
+"""Shows the service over HTTP to people and to Prometheus: `/` status page, `/status.json`, `/metrics`, `/healthz`, `/livez`.
 
-Read-only, on the host of the gRPC port and with its security: the same TLS files, and the same bearer tokens (a browser asks
-for one as the password of any user). A few threads serve it, so that a slow reader costs the event loop nothing.
+It is read-only, on the host of the gRPC port and with its security: the same TLS files, and the same bearer tokens (a browser
+asks for one as the password of any user). A few threads serve it, so that a slow reader costs the event loop nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger("epserve.server")
 PAGE = Path(__file__).parent / "static" / "status.html"
 THREADS = 8
 READ_TIMEOUT_S = 10.0
-"""For a client that sends no request, or reads no reply."""
+"""The limit for a client that sends no request, or reads no reply."""
 POLL_S = 0.1
 GZIP_FROM = 1024
 LOCAL_NAMES = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 OPEN_PATHS = ("/healthz", "/livez")
-"""Kubelets and load balancers ask without credentials."""
+"""Kubelets and load balancers ask for these paths without credentials."""
 SECURITY = [
     ("X-Content-Type-Options", "nosniff"),
     ("X-Frame-Options", "DENY"),
@@ -56,10 +56,10 @@ Reply = tuple[HTTPStatus, str, bytes, list[tuple[str, str]]]
 
 
 class StatusPage:
-    """`start()` binds; `stop()` waits for replies on their way."""
+    """Serves the page. `start()` binds, and `stop()` waits for replies on their way."""
 
     def __init__(self, observer: Observer, config: ServerConfig, accounts: Accounts, state: Callable[[], str]):
-        """state: the service's, at any time and from any thread."""
+        """state: returns the service's state, at any time and from any thread."""
         self._observer, self._config, self._accounts, self._state = observer, config, accounts, state
         self._metrics = make_wsgi_app(observer.metrics.registry)
         self._server: _HttpServer | None = None
@@ -68,11 +68,11 @@ class StatusPage:
 
     @property
     def port(self) -> int:
-        """The one that was bound; 0 before start."""
+        """Returns the bound port, or 0 before start."""
         return self._server.server_address[1] if self._server is not None else 0
 
     async def start(self) -> None:
-        """Raises ConfigError when the address cannot be bound."""
+        """Binds and serves. Raises ConfigError when the address cannot be bound."""
         host, port = self._config.host, self._config.metrics_port
         assert port is not None
         try:
@@ -98,7 +98,7 @@ class StatusPage:
             await asyncio.to_thread(server.server_close)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        """The WSGI application."""
+        """Answers a request as the WSGI application."""
         path = environ.get("PATH_INFO", "/")
         refusal = self._refusal(environ, path)
         if refusal is None and path == "/metrics":
@@ -118,7 +118,7 @@ class StatusPage:
         if path in OPEN_PATHS:
             return None
         if not self._accounts.guarded:
-            # A page elsewhere whose host name was made to point at loopback must not read this one through a browser.
+            # A page elsewhere whose host name points at loopback must not read this page through a browser.
             local = self._config.host == "::1" or LOCAL_NAMES.fullmatch(self._config.host)
             if local and not LOCAL_NAMES.fullmatch(environ.get("HTTP_HOST", "")):
                 return _text(HTTPStatus.FORBIDDEN, "this page answers to local host names only")
@@ -147,7 +147,7 @@ class StatusPage:
 
 
 def bearer(authorization: str) -> str:
-    """A browser's `Basic` credentials as the bearer token that their password is; anything else as it is."""
+    """Turns a browser's `Basic` credentials into a bearer token, which is their password. Other values stay as they are."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() != "basic":
         return authorization
@@ -159,7 +159,7 @@ def bearer(authorization: str) -> str:
 
 
 def content_policy(page: str) -> str:
-    """Nothing but the page's own script, style and data: whatever gets into the page cannot run or be sent away."""
+    """Returns a policy that allows only the page's own script, style and data. Injected text can neither run nor be sent away."""
     hashes = {
         tag: " ".join(f"'sha256-{_digest(body)}'" for body in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))
         for tag in ("script", "style")
@@ -179,7 +179,7 @@ def _text(status: HTTPStatus, text: str, *headers: tuple[str, str]) -> Reply:
 
 
 def _tls(config: ServerConfig) -> ssl.SSLContext:
-    """As the gRPC port has it, mutual TLS included; the files were checked there."""
+    """Returns the TLS context of the gRPC port, with mutual TLS. The gRPC port has checked the files."""
     assert config.tls_cert is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(config.tls_cert, config.tls_key)
@@ -197,7 +197,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _HttpServer(WSGIServer):
-    """A fixed number of threads; further connections wait in the system's queue."""
+    """Serves with a fixed number of threads. Further connections wait in the system's queue."""
 
     request_queue_size = 64
     allow_reuse_address = True
@@ -212,13 +212,13 @@ class _HttpServer(WSGIServer):
         self.set_app(application)
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look-up of the host's full name, which may take seconds."""
+        """Binds without HTTPServer's look-up of the host's full name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Waits for a thread, and accepts nothing meanwhile: each connection costs the service a file descriptor."""
+        """Waits for a thread and accepts nothing meanwhile, since each connection costs the service a file descriptor."""
         while not self._free.acquire(timeout=POLL_S):
             if self._stopping:
                 self.shutdown_request(request)
@@ -229,7 +229,7 @@ class _HttpServer(WSGIServer):
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
             self.finish_request(request, client_address)
-        except OSError as error:  # a client that went away, or spoke no TLS
+        except OSError as error:  # the client went away, or did not speak TLS
             log.debug("http %s: %s", client_address[0], error)
         except Exception:
             log.exception("http %s", client_address[0])
@@ -243,9 +243,11 @@ class _HttpServer(WSGIServer):
         super().shutdown()
 
     def server_close(self) -> None:
-        """Replies on their way still go out; whoever has not asked yet need not be waited for."""
+        """Closes the server. Replies on their way still go out. Connections without a request are closed."""
         super().server_close()
         for each in list(self._open):
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(each, socket.SHUT_RD)  # NOTE: not its own method, which would end TLS both ways
+                socket.socket.shutdown(
+                    each, socket.SHUT_RD
+                )  # NOTE: the object's own method would end TLS in both directions
         self._threads.shutdown(wait=True)

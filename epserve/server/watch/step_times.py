@@ -1,4 +1,4 @@
-"""How long a request waited for its step and how long its steps ran, from the engine's records, for the reply's timings."""
+"""Finds each request's wait for its step and the time of its steps in the engine's records, for the reply's timings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds. A long request runs in several steps, which may overlap: `steps` is from the first's start to the last's end."""
+    """Holds seconds. A long request runs in several steps, which may overlap: `steps` is from the first start to the last end."""
 
     queued: float = 0.0
     steps: float = 0.0
@@ -26,7 +26,7 @@ class Times:
 
 
 class StepTimes:
-    """Requests in flight by their id. Of two with one id, which callers should not send, the later one gets both's times."""
+    """Collects times of requests in flight by their id. If two have one id, against the rules, the later gets both times."""
 
     def __init__(self) -> None:
         self._open: dict[str, Times] = {}
@@ -41,7 +41,7 @@ class StepTimes:
                 del self._open[request_id]
 
     def record(self, record: StepRecord) -> None:
-        """The engine's callback; it comes before the results of that step do."""
+        """Receives a record from the engine, before the results of that step."""
         for part in record.parts:
             if part.request_id in self._open:
                 self._open[part.request_id].add(record, part.queued)

@@ -37,7 +37,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
-    add_completion=False,
 )
 app.add_typer(cluster_cli.app, name="cluster")
 

@@ -28,6 +28,7 @@ from .cuda_regions import CudaRegistry
 from .incoming import sockets
 from .incoming.intake import Intake
 from .regions import Regions, Slice
+from .watch.layer_counts import Spent
 from .watch.observer import Observer
 from .watch.step_times import StepTimes, Times
 
@@ -237,10 +238,10 @@ class Calls:
         caller: Caller,
     ) -> tuple[dict[pb.Field, wire.WireTensor], pb.ForwardReply]:
         """Returns the result, and a reply without it. Raises EpserveError, or the exception of a defect."""
-        started = time.perf_counter()
         watch = self.observer.request(
             checked.request_id, layer=checked.layer, tokens=checked.tokens, received=checked.nbytes
         )
+        started = time.perf_counter()
         status, times = "CANCELLED", Times()
         try:
             async with asyncio.timeout_at(deadline):
@@ -274,13 +275,19 @@ class Calls:
                 work = out.nbytes if checked.target is None else 0
                 encoded = await _maybe_in_thread(work, replies.encode_reply, out, checked, not_finite)
             engine_s = computed_at - decoded_at
-            timings = pb.Timings(
-                codec_us=round((time.perf_counter() - started - engine_s) * 1e6),
-                engine_us=round(engine_s * 1e6),
-                queue_us=round(max(times.queued, 0) * 1e6),
-                steps_us=round(times.steps * 1e6),
+            spent = Spent(
+                queue=max(times.queued, 0),
+                decoding=decoded_at - started,
+                steps=times.steps,
+                encoding=time.perf_counter() - computed_at,
             )
-            watch.sent, status = out.nbytes, "OK"
+            timings = pb.Timings(
+                codec_us=round((spent.decoding + spent.encoding) * 1e6),
+                engine_us=round(engine_s * 1e6),
+                queue_us=round(spent.queue * 1e6),
+                steps_us=round(spent.steps * 1e6),
+            )
+            watch.sent, watch.spent, status = out.nbytes, spent, "OK"
             reply = pb.ForwardReply(
                 request_id=checked.request_id,
                 timings=timings,

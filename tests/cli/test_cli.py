@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -308,3 +309,15 @@ def test_the_demo_refuses_before_it_writes_or_starts_anything(monkeypatch, optio
     monkeypatch.setattr("epserve.rank.setup.machine.memory_bytes", lambda: 64 << 30)
     with pytest.raises(OperatorError, match=told):
         demo.run(**{"ranks": 2, "clients": 1, **options})
+
+
+def test_shells_complete_commands():
+    asked = {"_EPSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "epserve fro", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("epserve")],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["front-end"], done.stderr

@@ -17,6 +17,8 @@ from epserve.errors import Overloaded, RankFailed
 from epserve.process.phases import PHASES
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
+from epserve.protocol import inference_pb2 as kserve
+from epserve.protocol import inference_pb2_grpc as kserve_grpc
 from epserve.server.watch.load import Layout
 from epserve.server.watch.metrics import Metrics, expert_groups
 from tests.support.fake_engine import FakeEngine
@@ -53,6 +55,12 @@ def full() -> Metrics:
     metrics.rpc("epserve.v1.Experts/Forward", "OK")
     take(metrics, engine_status([rank_status(0, (0, 1)), rank_status(1, (2, 3))], {1: (1, 2, 3, 4)}))
     return metrics
+
+
+async def statistics_of(channel, model: str) -> kserve.ModelStatistics:
+    stub = kserve_grpc.GRPCInferenceServiceStub(channel)
+    (found,) = (await stub.ModelStatistics(kserve.ModelStatisticsRequest(name=model))).model_stats
+    return found
 
 
 def take(metrics: Metrics, status, recent=None) -> None:
@@ -174,10 +182,13 @@ class TestServer:
             await status_of(stub.Forward(message(torch.ones(1, 31))))
             unknown = channel.unary_unary("/epserve.v1.Experts/Nonsense")
             assert (await status_of(unknown(b""))).code() is grpc.StatusCode.UNIMPLEMENTED
+            statistics = await statistics_of(channel, "layer-1")
             sample(server)
             found = values((await fetch(server.metrics_port, "/metrics")).text)
         assert found['epserve_requests_total{status="OK"}'] == found["epserve_request_seconds_count"] == 2
         assert found["epserve_request_tokens_sum"] == 5
+        assert (statistics.inference_count, statistics.execution_count) == (5, 2)
+        assert (statistics.inference_stats.success.count, statistics.inference_stats.fail.count) == (2, 0)
         assert found["epserve_received_bytes_total"] == found["epserve_sent_bytes_total"] == 5 * 32 * 4
         assert found['epserve_errors_total{status="NOT_FOUND"}'] == 1
         assert found['epserve_errors_total{status="INVALID_ARGUMENT"}'] == 1
@@ -202,9 +213,11 @@ class TestServer:
 
         async with watched(FakeEngine(fail)) as server, connect(server) as channel:
             await status_of(pb_grpc.ExpertsStub(channel).Forward(message(torch.ones(1, 32))))
+            statistics = await statistics_of(channel, "layer-1")
             found = values((await fetch(server.metrics_port, "/metrics")).text)
         assert found[f'epserve_requests_total{{status="{status}"}}'] == 1
         assert found[f'epserve_errors_total{{status="{status}"}}'] == 1
+        assert (statistics.inference_count, statistics.inference_stats.fail.count) == (0, 1)
 
     async def test_failures_on_a_stream_are_errors_though_the_stream_goes_on(self):
         async with watched() as server, connect(server) as channel:

@@ -19,11 +19,12 @@ from epserve.errors import DeadlineExceeded, EpserveError, UnknownLayer
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import inference_pb2 as kserve
 from epserve.protocol import inference_pb2_grpc as kserve_grpc
-from epserve.protocol import status, wire
+from epserve.protocol import status
 from epserve.server.calls import Caller, Calls, until_sent
 from epserve.server.cuda_regions import CudaRegion
 
-from .messages import DATATYPE_NAMES, VERSION, timeout_s, to_forward_request, to_response
+from . import described
+from .messages import VERSION, timeout_s, to_forward_request, to_response
 
 
 class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
@@ -50,19 +51,33 @@ class InferenceServicer(kserve_grpc.GRPCInferenceServiceServicer):
         return kserve.ServerMetadataResponse(name="epserve", version=__version__, extensions=extensions)
 
     async def ModelMetadata(self, request, context: grpc.aio.ServicerContext) -> kserve.ModelMetadataResponse:
-        info = self._calls.engine.info
         try:
             self._layer(request.name, request.version)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
-        metadata = kserve.ModelMetadataResponse.TensorMetadata
-        datatype = DATATYPE_NAMES[wire.DTYPES[str(info.dtype).removeprefix("torch.")]]
-        hidden = metadata(name="hidden_states", datatype=datatype, shape=(-1, info.hidden))
-        ids = metadata(name="topk_ids", datatype="INT32", shape=(-1, info.top_k))
-        weights = metadata(name="topk_weights", datatype="FP32", shape=(-1, info.top_k))
-        return kserve.ModelMetadataResponse(
-            name=request.name, versions=[VERSION], platform="epserve", inputs=[hidden, ids, weights], outputs=[hidden]
-        )
+        return described.metadata(request.name, self._calls.engine.info)
+
+    async def ModelConfig(self, request, context: grpc.aio.ServicerContext) -> kserve.ModelConfigResponse:
+        try:
+            self._layer(request.name, request.version)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        calls = self._calls
+        config = described.config(request.name, calls.engine.info, calls.limits.max_tokens_per_request)
+        return kserve.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(self, request, context: grpc.aio.ServicerContext) -> kserve.ModelStatisticsResponse:
+        """Returns the counts of this server's requests, over whatever protocol they came, and of the ranks' steps."""
+        try:
+            if request.name:
+                layers: tuple[int, ...] = (self._layer(request.name, request.version),)
+            else:
+                layers = tuple(self._calls.engine.layers)
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        counts = self._calls.observer.layers
+        stats = [described.statistics(f"layer-{layer}", counts.of(layer)) for layer in layers]
+        return kserve.ModelStatisticsResponse(model_stats=stats)
 
     async def RepositoryIndex(self, request, context: grpc.aio.ServicerContext) -> kserve.RepositoryIndexResponse:
         state = "READY" if self._serving else "UNAVAILABLE"

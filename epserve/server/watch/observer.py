@@ -24,6 +24,7 @@ from epserve.process import logs, tracing
 from epserve.process.tracing import Tracing
 
 from .history import History, Percentiles
+from .layer_counts import LayerCounts, Spent
 from .load import Layout, heat, hottest
 from .metrics import Metrics
 
@@ -40,12 +41,14 @@ RATES = ("tokens", "requests", "errors", "steps")
 class Watch:
     """Watches one request, from its accepted header to its end. `trace` goes with its Batch."""
 
-    def __init__(self, observer: Observer, span: Any, tokens: int, received: int):
+    def __init__(self, observer: Observer, span: Any, layer: int, tokens: int, received: int):
         self._observer, self.trace = observer, span
-        self._tokens, self._received = tokens, received
+        self._layer, self._tokens, self._received = layer, tokens, received
         self._start = time.monotonic()
         self.sent = 0
         """The bytes of the reply, once there is one."""
+        self.spent: Spent | None = None
+        """Where the time went, once the reply is made."""
 
     def decoded(self) -> None:
         """Marks the end of the door's work."""
@@ -55,6 +58,7 @@ class Watch:
         seconds = time.monotonic() - self._start
         observer = self._observer
         observer.metrics.request(status, seconds, tokens=self._tokens, received=self._received, sent=self.sent)
+        observer.layers.request(self._layer, tokens=self._tokens, seconds=seconds, spent=self.spent)
         if status == "OK":
             observer.history.request(seconds)
         observer.tracing.ended(self.trace, status)
@@ -68,6 +72,7 @@ class Observer:
         info = engine.info
         self.metrics = Metrics(model=info.name, family=info.family, max_expert_series=max_expert_series)
         self.history = History()
+        self.layers = LayerCounts()
         self.tracing = Tracing(provider)
         self.started = time.monotonic()
         self._seen: tuple[Any, np.ndarray, Any] | None = None
@@ -94,7 +99,7 @@ class Observer:
         span = self.tracing.request(request=request_id, layer=layer, tokens=tokens)
         logs.request_id.set(request_id)
         logs.trace_id.set(tracing.trace_id_of(span))
-        return Watch(self, span, tokens, received)
+        return Watch(self, span, layer, tokens, received)
 
     def error(self, code: str) -> None:
         """Counts a failure that a caller is told."""
@@ -114,6 +119,7 @@ class Observer:
     def _step(self, record: StepRecord) -> None:
         self.metrics.step(record)
         self.history.step(record.tokens)
+        self.layers.step(record.layer)
         self.tracing.step(record)
 
     async def _sample_always(self, calls: Any) -> None:

@@ -78,6 +78,27 @@ class TestTritonClient:
         assert (ids["datatype"], weights["datatype"], weights["shape"]) == ("INT32", "FP32", ["-1", "3"])
         assert found["layer"]["outputs"] == [hidden]
 
+    def test_the_configuration_of_a_layer_takes_tokens_as_its_batch(self, session):
+        config = session["metadata"]["config"]
+        assert (config["name"], config["platform"], config["max_batch_size"]) == ("layer-3", "epserve", 16384)
+        hidden, ids, weights = config["input"]
+        assert hidden == {"name": "hidden_states", "data_type": "TYPE_FP32", "dims": ["32"]}
+        assert (ids["data_type"], ids["dims"], ids["optional"]) == ("TYPE_INT32", ["3"], True)
+        assert weights["data_type"] == "TYPE_FP32"
+        assert config["output"] == [hidden]
+        assert session["metadata"]["unknown_config"][0] == "StatusCode.NOT_FOUND"
+
+    def test_statistics_count_requests_and_tokens_of_each_layer(self, session):
+        (before,), (after,) = session["statistics"]["before"], session["statistics"]["after"]
+        assert before == {"name": "layer-7", "version": "1", "inference_stats": before["inference_stats"]}
+        times = after["inference_stats"]
+        assert int(after["inference_count"]) == 15
+        assert int(after["last_inference"]) / 1e3 == pytest.approx(time.time(), abs=600)
+        for part in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+            assert int(times[part]["count"]) == 3
+        assert int(times["success"]["ns"]) >= int(times["compute_input"]["ns"]) > 0
+        assert session["statistics"]["all"] == ["layer-1", "layer-2", "layer-3", "layer-7"]
+
     @pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
     def test_hidden_states_of_every_float(self, session, datatype):
         assert session["inference"][datatype] == [True, "mine"]

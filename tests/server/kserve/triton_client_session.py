@@ -37,6 +37,8 @@ def metadata(client) -> dict:
         "model_ready": [client.is_model_ready(name) for name in ("layer-3", "layer-4", "nonsense")],
         "server": client.get_server_metadata(as_json=True),
         "layer": layer,
+        "config": client.get_model_config("layer-3", as_json=True)["config"],
+        "unknown_config": error_of(lambda: client.get_model_config("layer-4")),
         "index": client.get_model_repository_index(as_json=True),
     }
 
@@ -132,11 +134,23 @@ def shared_memory(client) -> dict:
     return results
 
 
+def statistics(client) -> dict:
+    def of(name: str) -> dict:
+        return client.get_inference_statistics(name, as_json=True)["model_stats"]
+
+    x = np.ones((5, 32), np.float32)
+    before = of("layer-7")
+    for _ in range(3):
+        client.infer("layer-7", [tensor("hidden_states", x, "FP32")])
+    return {"before": before, "after": of("layer-7"), "all": [each["name"] for each in of("")]}
+
+
 def main() -> None:
     address, socket = sys.argv[1:]
     found = {}
     with triton.InferenceServerClient(address) as client:
         found |= {"metadata": metadata(client), "inference": inference(client), "memory": shared_memory(client)}
+        found["statistics"] = statistics(client)
     found |= streaming(address)
     with triton.InferenceServerClient(f"unix:{socket}") as client:
         found["socket"] = client.is_server_live()

@@ -7,14 +7,14 @@
 Candidates are our backends through the modular kernel's prepare and finalize, and the libraries' bare calls beside them
 (`benchmarks/all2all_candidates.py`). Every case is checked with identity experts before and after it is timed: the output
 is x times the sum of weights. A candidate that fails, hangs or is wrong is reported, the others go on, and the exit status
-is 1; what cannot run on this machine is reported only.
+is 1. A candidate that cannot run on this machine is only reported.
 
 Times are the slowest rank's median of one call. A candidate with `graph` runs as replayed CUDA graphs of 10 calls: of
-dispatch, of combine, of the two in turn (of our backends combine is the difference: it is good for one dispatch). Any other,
-DeepEP high throughput among them, runs eagerly, with a spin of about 50 us where the experts would be, so that combine's
-launch is hidden as in use; round trip = dispatch + combine.
-GB/s: rows received, one per (token, destination rank), rows that stay on the rank included; for low latency rows sent,
-one per (token, expert). A row has 2H bytes, in fp8 H + H/32 with its scales.
+dispatch, of combine, of the two in turn (our backends' combine is the difference: it is good for one dispatch). Any other
+candidate, DeepEP high throughput among them, runs eagerly, with a spin of about 50 us in place of the experts, so that combine's
+launch is hidden as in use. Its round trip is dispatch + combine.
+GB/s: rows received, one per (token, destination rank), with rows that stay on the rank. For low latency: rows sent, one per
+(token, expert). A row has 2H bytes, in fp8 H + H/32 with its scales.
 floor = bytes of the rows for other ranks, one per (token, destination rank), at the busiest rank in its busier direction /
 bandwidth of a large copy to the next GPU, by all GPUs at once, measured in the same run + 2 us a hop.
 """
@@ -117,7 +117,7 @@ def time_graph(call, ranks: Ranks):
 
 
 def time_eager(candidate, y, ranks: Ranks) -> list[float]:
-    """Median us of dispatch and of combine; each state is finalised once."""
+    """Returns the median us of dispatch and of combine. Each state is finalised once."""
     spans = []
     ranks.gather(None)
     for _ in range((EAGER_CALLS if ranks.device.type == "cuda" else 2) + 3):
@@ -135,7 +135,7 @@ def time_eager(candidate, y, ranks: Ranks) -> list[float]:
 
 
 def measure(candidate, case: Case, tokens: int, ranks: Ranks, copy_gbps: float) -> dict:
-    """Check and time one case; ValueError when the output is wrong. Every rank returns the same."""
+    """Checks and times one case. Every rank returns the same. Raises ValueError when the output is wrong."""
     on = {"device": case.device, "generator": torch.Generator(case.device).manual_seed(1000 * case.rank + tokens)}
     x = torch.randn((tokens, case.hidden), dtype=torch.bfloat16, **on)
     ids = torch.rand((tokens, case.experts), **on).topk(case.topk).indices.int()
@@ -237,10 +237,11 @@ def worker(rank: int, options, names: list[str], run, inbox) -> None:
 def supervise(
     names: list[str], options, run=run_candidate, *, stop: float = math.inf
 ) -> tuple[list[dict], dict[str, str]]:
-    """Run the candidates in one set of processes; after a failure, which can have damaged it, the rest in a new set.
+    """Runs the candidates in one set of processes. A failure can damage the set, so the rest then runs in a new one.
 
-    run: (name, Ranks, options) -> its cells, a function at a module's top level. stop: on the monotonic clock; what has not
-    ended by then is killed, and its cells so far are kept.
+    Args:
+        run: (name, Ranks, options) -> its cells, a function at a module's top level.
+        stop: a time on the monotonic clock. A candidate that still runs then is killed, and its cells so far are kept.
     """
     cells: list[dict] = []
     failures: dict[str, str] = {}
@@ -289,7 +290,7 @@ def last_words(inbox) -> dict | None:
 
 
 def copy_to_next_gpu(_, world: int, inbox) -> None:
-    """Report (GB/s in one direction, GPU name): all GPUs copy 512 MiB to the next at once; best round, slowest GPU."""
+    """Reports (GB/s in one direction, GPU name). All GPUs copy 512 MiB to the next at once. Best round, slowest GPU."""
     sources = [torch.ones(1 << 29, dtype=torch.uint8, device=f"cuda:{i}") for i in range(world)]
     targets = [torch.zeros_like(sources[(i + 1) % world]) for i in range(world)]
     streams = [torch.cuda.Stream(device=i) for i in range(world)]
@@ -326,7 +327,7 @@ def write(options, cells: list[dict], failures: dict[str, str]) -> None:
 
 
 def print_table(cells: list[dict], names: list[str]) -> None:
-    """Round trips in us, a column each; then each candidate's phases."""
+    """Prints round trips in us, a column each, then each candidate's phases."""
     keys = sorted({(cell["hidden"], cell["experts"], cell["tokens"]) for cell in cells})
     at = {(cell["backend"], cell["hidden"], cell["experts"], cell["tokens"]): cell for cell in cells}
     names = [name for name in names if any(cell["backend"] == name for cell in cells)]

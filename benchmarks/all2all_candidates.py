@@ -36,7 +36,7 @@ class Case:
     world: int
     device: torch.device
     hidden: int
-    experts: int  # over all ranks; rank r holds experts r * experts/world and following
+    experts: int  # over all ranks. Rank r holds experts r * experts/world and following
     topk: int
     max_tokens: int  # the most that a rank sends
     largest_hidden: int  # over the whole run, for what can be set up only once in a process
@@ -44,20 +44,20 @@ class Case:
 
 
 class Candidate:
-    """Made once per (hidden, experts); `load` once per number of tokens."""
+    """Runs one backend. It is made once per (hidden, experts), and `load` runs once per number of tokens."""
 
     graph = False  # prepare, and finalize with one state many times over, can be captured in a CUDA graph
     fp8 = False  # the rows dispatched are e4m3 with one fp32 scale per 128 columns
     paired = False  # finalize is good for one prepare: combine alone cannot be repeated
-    row_per_expert = False  # a row is sent per selected expert; otherwise one per destination rank
+    row_per_expert = False  # True: a row is sent per selected expert. False: one per destination rank
     max_tokens: ClassVar[int | None] = None  # cases with more tokens per rank are left out
 
     def load(self, x, ids, weights) -> None:
-        """x (T, H) bf16, ids int32 and weights fp32 (T, topk); untimed."""
+        """Takes x (T, H) bf16, ids int32 and weights fp32 (T, topk). It is not timed."""
         self.x, self.ids, self.weights = x, ids, weights
 
     def prepare(self):
-        """Dispatch; a state whose x is what arrived: bf16 (..., H), or (e4m3 (..., H), fp32 scales (..., H/128))."""
+        """Dispatches. Returns a state with the rows that arrived: bf16 (..., H), or (e4m3 (..., H), fp32 scales (..., H/128))."""
         raise NotImplementedError
 
     def prepare_again(self):
@@ -65,7 +65,7 @@ class Candidate:
         return self.prepare()
 
     def identity(self, state):
-        """What identity experts return, bf16 and shaped like state.x; untimed."""
+        """Returns the result of identity experts, bf16 and shaped like state.x. It is not timed."""
         return dequantise(state.x)
 
     def finalize(self, state, y):
@@ -83,7 +83,7 @@ class Candidate:
 
     @classmethod
     def close(cls) -> None:
-        """After the last case; collective."""
+        """Frees everything after the last case. Collective."""
 
     @classmethod
     def unavailable(cls, device: str) -> str | None:
@@ -231,7 +231,7 @@ class AllGatherReduceScatterFp8(AllGatherReduceScatter):
 
 
 class AllToAllBatched(Ours):
-    """A row to each expert; its blocks are as large as the cap, so the cap is that of low latency."""
+    """Sends a row to each expert. Its blocks are as large as the cap, so the cap is that of low latency."""
 
     name, row_per_expert, max_tokens = "all_to_all_batched", True, LOW_LATENCY_TOKENS
     reduce = TopKWeightAndReduceDelegate()
@@ -277,7 +277,7 @@ class OursLowLatencyFp8(OursLowLatency):
 
 
 class BareHighThroughput(Candidate):
-    """DeepEP's normal kernels, get_dispatch_layout included; rows are quantised beforehand, ids are int64 already."""
+    """Runs DeepEP's normal kernels with get_dispatch_layout. Rows are quantised beforehand, and ids are int64 already."""
 
     buffer: ClassVar[Any] = None  # one in a process, for every case
 

@@ -1,12 +1,12 @@
-"""Faults at random moments under load, and every answer compared with the reference.
+"""Causes faults at random moments under load, and compares every answer with the reference.
 
     python -m benchmarks.chaos --faults 500 --dense --heartbeat 1 --limit 2400 --out benchmarks/results/chaos_500.json
 
 Kinds: kill (SIGKILL of a rank), pair (two at once), stop (SIGSTOP for good), slow (SIGSTOP for less than a heartbeat),
 raise (a step that raises on one rank), memory (a rank has no byte left: RLIMIT_AS), spare (SIGKILL of the spare),
-move (experts move), all on CPU ranks of this machine; cuts of the network are `benchmarks.chaos_hosts`. A fault waits for the
-one before it to be answered and for all ranks; `--dense` does not wait for the spare, and so makes faults in quick succession.
-Fails when an answer is wrong, a request is lost, something hangs, or the memory of all processes together grows.
+move (experts move), all on CPU ranks of this machine. `benchmarks.chaos_hosts` cuts the network. A fault waits for the recovery
+from the one before it and for all ranks. `--dense` does not wait for the spare, and so makes faults in quick succession.
+It fails when an answer is wrong, a request is lost, something hangs, or the memory of all processes together grows.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Chaos:
         self.chance = random.Random(seed)
 
     async def fault(self, kind: str) -> dict:
-        """Do it, wait until all is well again; what happened."""
+        """Causes a fault and waits for the full recovery. Returns a record of the fault."""
         pool, before = self.engine._pool, len(self.engine._pool.recoveries)
         await asyncio.sleep(self.chance.uniform(0.05, 0.6))
         victims = self.chance.sample(range(len(pool.members)), 2)
@@ -244,7 +244,10 @@ async def run(args: argparse.Namespace, path: Path) -> dict:
 
 
 def _resident_mib() -> dict[str, int]:
-    """Of this process (engine and clients), of Ray's and of the ranks, spares and helpers; shared pages count in each."""
+    """Returns the memory of this process (engine and clients), of Ray's processes, and of the ranks, spares and helpers.
+
+    Shared pages count in each.
+    """
     sizes = {"engine": 0, "ray": 0, "actors": 0}
     for pid in {os.getpid(), *node.descendants({os.getpid()})}:
         with contextlib.suppress(OSError):
@@ -256,7 +259,7 @@ def _resident_mib() -> dict[str, int]:
 
 
 def _fifths(memory: list[dict[str, int]]) -> dict[str, float]:
-    """Medians of the first and the last fifth of all processes' memory; `growth` is their ratio.
+    """Returns the medians of the first and the last fifth of all processes' memory. `growth` is their ratio.
 
     Ranks come and go, so that a single reading says little.
     """

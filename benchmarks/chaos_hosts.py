@@ -1,10 +1,10 @@
-"""Cut cables under load: hosts of this machine in network namespaces, ranks over all of them, every answer compared.
+"""Cuts cables under load: hosts of this machine in network namespaces, ranks over all of them, every answer compared.
 
     python -m benchmarks.chaos_hosts --cuts 20 --out benchmarks/results/chaos_hosts.json
 
-Three hosts (tests/hosts), two ranks and a spare, one each; the engine and its clients are on the first. `cut`: the cable of
-another host is out until the others serve again, then the host rejoins. `blip`: out for less than a heartbeat.
-Needs root and network namespaces: says so and ends with 77 where they are missing.
+There are three hosts (tests/hosts), with two ranks and a spare, one each. The engine and its clients are on the first. `cut`:
+the cable of another host is out until the others serve again, then the host rejoins. `blip`: it is out for less than a
+heartbeat. The program needs root and network namespaces, and ends with 77 and a message without them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP
 
 
 async def serve(path: str, heartbeat: float) -> None:
-    """On the first host: the engine and its clients. Prints a line of JSON every 50 ms; ends when its input does."""
+    """Runs the engine and its clients on the first host. It prints a line of JSON every 50 ms, and ends when its input does."""
     config = {
         "model": {"path": path},
         "engine": {"ranks": HOSTS - 1, "device": "cpu", "experts": "grouped_mm", "spares": 1, "spare_weights": "host"},
@@ -120,7 +120,7 @@ def entering(hosts: Hosts, number: int) -> list[str]:
 
 
 def join(hosts: Hosts, number: int) -> None:
-    """Start Ray on a host; what a cut has left of it there goes first, and nothing else: the host has its own processes."""
+    """Starts Ray on a host, after it ends the rest of Ray that a cut left there. The host's own processes go on."""
     before = entering(hosts, number)
     subprocess.run([*before, "pkill", "-KILL", "-f", "ray"], check=False)
     where = ["--head", f"--port={PORT}"] if number == 0 else [f"--address=10.88.0.10:{PORT}"]

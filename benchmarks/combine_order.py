@@ -1,8 +1,9 @@
-"""What `combine_order: slot` costs: `python -m benchmarks.combine_order [--ranks N] [--json FILE]`.
+"""Measures the cost of `combine_order: slot`: `python -m benchmarks.combine_order [--ranks N] [--json FILE]`.
 
-Whole forward passes of one layer on CPU ranks over gloo, the same tokens in turn with `rank` and with `slot`, medians of rounds:
-the ratios count, the times depend on the machine. `loop` runs with either; `grouped_mm`, which adds a rank's slots itself, runs
-with `rank` only, so that a service which takes the fastest experts pays the difference too. `rows` is what comes home to a rank.
+It runs whole forward passes of one layer on CPU ranks over gloo, the same tokens in turn with `rank` and with `slot`, and takes
+medians of rounds: the ratios count, the times depend on the machine. `loop` runs with either. `grouped_mm` adds a rank's slots
+itself and runs with `rank` only, so a service that takes the fastest experts pays the difference too. `rows` is the number of
+rows that come home to a rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.support.ranks import run_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 512, 16, 4
 TOKENS = (1, 16, 256)
-"""Of each rank."""
+"""The tokens of each rank."""
 WAYS = (("loop", "rank"), ("loop", "slot"), ("grouped_mm", "rank"))
 
 

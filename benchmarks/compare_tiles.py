@@ -1,12 +1,12 @@
-"""The shipped tiles of thick cells against variants of them, in one process and in turn: is a variant right, is it faster?
+"""Compares the shipped tiles of thick cells with variants of them, in one process and in turn: is a variant right and faster?
 
     python -m benchmarks.compare_tiles --json OUT.json --table OUT_TABLE.json
     python -m benchmarks.compare_tiles --cells mixtral8x7:bf16:1024 qwen3_235b:fp8_block:16384
 
-First every kind of variant runs its cases of `tests.support.triton_cases`, each in a process with a deadline; one that hangs or
-is wrong is left out. Then the variants of each GEMM are captured and replayed, all of them once a round; last, the whole layer
-with the shipped and with the best tiles in the same way, checked against the reference. `--table`: the shipped table with
-those cells that were faster by more than `--gain`.
+First every kind of variant runs its cases of `tests.support.triton_cases`, each in a process with a deadline. A variant that
+hangs or is wrong is left out. Then the variants of each GEMM are captured and replayed, all of them once a round. Last, the
+whole layer runs with the shipped and with the best tiles in the same way, checked against the reference. `--table`: the shipped
+table with those cells that were faster by more than `--gain`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KINDS = {
 
 
 def wrong_kinds(deadline: float) -> dict[str, str]:
-    """Kinds of variants whose cases fail or hang on this GPU, and what was seen."""
+    """Returns the kinds of variants whose cases fail or hang on this GPU, with the failure."""
 
     def run(kind: str) -> tuple[str, str | None]:
         command = [sys.executable, "-m", "tests.support.triton_cases", KINDS[kind], "-v"]
@@ -76,8 +76,8 @@ def wrong_kinds(deadline: float) -> dict[str, str]:
 
 
 def variants(old: Tiles, dtype: str, bm: int, *, gated: bool, without: set[str]) -> list[GemmTiles]:
-    """The shipped configuration first, where it has this `bm`; then groups that end with the expert and, where it can run,
-    the specialised kernel with its options."""
+    """Returns the shipped configuration if it has this `bm`, then groups that end with the expert, and the specialised kernel
+    with its options if it can run."""
     block, bk = dtype == "fp8_block", 64 if dtype == "bf16" else 128
     shipped_one = old.gate_up if gated else old.down
     found = [shipped_one] if bm == old.bm else []
@@ -106,7 +106,7 @@ def variants(old: Tiles, dtype: str, bm: int, *, gated: bool, without: set[str])
 
 
 def expands(c: GemmTiles, old: Tiles) -> bool:
-    """Whether rows are expanded for a first GEMM; the variants that are not the shipped one keep what it does."""
+    """Returns whether rows are expanded for a first GEMM. All variants do the same there as the shipped one."""
     return c.specialised or (old.expand and not old.gate_up.specialised)
 
 
@@ -209,7 +209,7 @@ def time_variants(cell: Cell, weights) -> dict:
 
 
 def time_layers(cell: Cell, weights, both: list[Tiles]) -> list[dict]:
-    """The whole layer with each of the tiles, in turn; its output, filled with NaN before, is checked."""
+    """Times the whole layer with each of the tiles, in turn. Its output, filled with NaN before, is checked."""
     inputs = cell.inputs()
     results, graphs, outs = [], [], []
     for tiles in both:
@@ -240,7 +240,7 @@ def short(option) -> str:
 
 
 def best_of(cell: Cell, timed: dict, gain: float) -> Tiles:
-    """The fastest of each GEMM at the best `bm`; the shipped one where the variant does not win by more than `gain`."""
+    """Returns the fastest of each GEMM at the best `bm`, or the shipped one unless the variant wins by more than `gain`."""
 
     def fastest(bm: int, which: str):
         options = timed[bm, which]

@@ -54,7 +54,7 @@ PHASES = ("copy in", "gate", "prepare", "experts", "finalize", "copy out")
 
 
 def write_checkpoint(folder: Path, args, scheme: str, world: int) -> None:
-    """A model of two layers, of which one is a MoE layer; no other tensors than its."""
+    """Writes a model of two layers. One is an MoE layer, and only its tensors are there."""
     from transformers import AutoConfig
 
     sizes = synthetic.LayerSizes(
@@ -144,7 +144,7 @@ def bare_rank(rank: int, world: int, meeting: str, folder: Path, args, results) 
             torch.cuda.synchronize()
 
     found: dict[str, float] = {}
-    # All ranks full; then what one client of few tokens makes of them.
+    # First all ranks are full. Then one client sends few tokens.
     for name, counts in (("full", (args.tokens,) * world), ("small", (args.small, *(0,) * (world - 1)))):
         x_MK = torch.randn((counts[rank], args.hidden), device=device).to(worker.info.dtype)
         plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=counts)
@@ -175,7 +175,7 @@ def bare_rank(rank: int, world: int, meeting: str, folder: Path, args, results) 
 
 
 def bare(folder: Path, args, world: int) -> dict[str, Any]:
-    """Of the slowest rank."""
+    """Returns the times of the slowest rank."""
     context = mp.get_context("spawn")
     results = context.Queue()
     meeting = str(folder / f"meeting_{time.monotonic_ns()}")
@@ -214,7 +214,7 @@ class Caller:
         return self.submit(index).result(LIMIT_S)
 
     def request(self, index: int) -> OutgoingRequest:
-        if self.way == "system":  # from the GPU; back there in `home`
+        if self.way == "system":  # the rows come from the GPU, and `home` copies the result back there
             self.inputs[index].copy_(self.sources[index])
         return OutgoingRequest(LAYER, self.inputs[index], None, None, request_id="", region=self.region)
 
@@ -227,7 +227,7 @@ class Caller:
         return self.client.forward_async(LAYER, self.inputs[index], region=self.region, timeout=LIMIT_S)
 
     def timed(self) -> dict[str, float]:
-        """One call over the doorbell, with what the service says of it; seconds."""
+        """Makes one call over the doorbell. Returns its seconds and the timings that the service reports."""
         start = time.perf_counter()
         with self.request(0) as request:
             assert request.bell is not None
@@ -275,7 +275,7 @@ def client_process(number: int, address: str, args, pipe) -> None:
 
 
 def keep_busy(caller: Caller, depth: int, seconds: float) -> int:
-    """`depth` calls in flight for so long; how many were answered."""
+    """Keeps `depth` calls in flight for `seconds`. Returns the number of answered calls."""
     end, answered = time.monotonic() + seconds, 0
     calls = [caller.submit(index) for index in range(depth)]
     index = 0

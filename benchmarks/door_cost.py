@@ -1,8 +1,8 @@
-"""Processor time of a request on its way in and out: `python -m benchmarks.door_cost [--rounds N]`.
+"""Measures the processor time of a request on its way in and out: `python -m benchmarks.door_cost [--rounds N]`.
 
-A real server in a process of its own around an engine that returns its input. Of each case the user and system time that server
-and client took for a request, beside the wall time: on a busy machine it is the processor time that can be compared. Beside
-each case a bare gRPC server and client that pass the same bytes on as they are. Medians of rounds, cases in turn.
+A real server runs in a process of its own around an engine that returns its input. Each case has the user and system time of
+server and client for a request, and the wall time. On a busy machine only the processor time can be compared. Beside each case
+a bare gRPC server and client pass the same bytes on as they are. Figures are medians of rounds, with cases in turn.
 
   1 token             `Client.forward`, 8 KiB, one at a time
   16 tokens x 64      64 `AsyncClient`s with a connection each, one request of 128 KiB under way on each
@@ -38,7 +38,7 @@ from tests.support.fake_engine import serving
 
 CLIENTS = 64
 REQUESTS = {"1 token": 400, "16 tokens x 64": 640, "1 MiB": 80, "16 MiB": 12}
-"""Of a round."""
+"""The requests of a round."""
 
 
 def used_s() -> float:

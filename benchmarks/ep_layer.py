@@ -107,7 +107,7 @@ def check(ranks: Ranks, layer: SyntheticLayer, x, routing, out: torch.Tensor) ->
 
 
 def time_call(call: Callable[[], torch.Tensor], ranks: Ranks, *, graphed: bool) -> tuple[float, torch.Tensor]:
-    """us of one call, the slowest rank's median, and the last result. As a replayed CUDA graph of ten, or eagerly."""
+    """Returns us of one call (the slowest rank's median) and the last result. Calls are eager, or ten in a CUDA graph."""
     if graphed:
         us, out = time_graph(call, ranks)
         return max(ranks.gather(us)), out

@@ -1,9 +1,8 @@
-"""Inputs of the experts' benchmark: shapes, weights, routing, the float64 reference and the floor. Same seeds, same tensors on
-every run.
+"""Makes the inputs of the experts' benchmark: shapes, weights, routing, the float64 reference and the floor.
 
-The floor is the larger of the bytes (weights of the active experts, x, out) at 4.3 TB/s, the rate of a copy on an H200, and
-2 * pairs * 3 * N * K operations at 790 (bf16) or 1500 (fp8) TFLOP/s; weights of 4 bits are multiplied as bf16. A kernel that
-almost only reads can come in just under it.
+The same seeds give the same tensors on every run. The floor is the larger of the bytes (weights of the active experts, x, out)
+at 4.3 TB/s, the rate of a copy on an H200, and 2 * pairs * 3 * N * K operations at 790 (bf16) or 1500 (fp8) TFLOP/s. Weights of
+4 bits are multiplied as bf16. A kernel that almost only reads can come in just under it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ TOLERANCE = {"bf16": 5e-3, "fp8_block": 6e-2, "fp8_tensor": 6e-2}  # relative L2
 MORE_TOLERANCE = {"fp8_channel": 6e-2, "int4": 5e-3, "mxfp4": 5e-3, "nvfp4": 5e-3}
 """Without times of peers."""
 WEIGHT_BYTES = {"bf16": 2.0, "int4": 0.5 + 2 / 128, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Of one weight with its share of a scale, as checkpoints have them; of the e4m3 kinds: 1."""
+"""The bytes of one weight with its share of a scale, as checkpoints have them. The e4m3 kinds have 1."""
 GROUPS = {"int4": 128, "mxfp4": 32, "nvfp4": 16}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 STATIC_SCALES = 6.5 / 448.0, 16.0 / 448.0  # activation scales of fp8_tensor: before w13, before w2
@@ -65,7 +64,7 @@ class Inputs:
 
 
 def make_weights(shape: Shape, dtype: str, device: str) -> ExpertWeights:
-    """value = stored * scale, as `QuantConfig` lays the scales out; the gate's rows first."""
+    """Returns weights with value = stored * scale. `QuantConfig` gives the scales' layout. The gate's rows are first."""
     e, k, n = shape.local_experts, shape.hidden, shape.intermediate
     generator = torch.Generator(device=device).manual_seed(1)
     if dtype in GROUPS:
@@ -104,7 +103,7 @@ def make_weights(shape: Shape, dtype: str, device: str) -> ExpertWeights:
 
 
 def _packed(size: tuple[int, int, int], dtype: str, generator: torch.Generator):
-    """Random codes, two a byte, and scales that give values of about 1 / sqrt(columns); stored as `QuantConfig` has them."""
+    """Returns random codes, two a byte, and scales that give values of about 1 / sqrt(columns), as `QuantConfig` has them."""
     e, rows, columns = size
     device, groups = generator.device, (e, rows, columns // GROUPS[dtype])
     codes = torch.randint(0, 256, (e, rows, columns // 2), dtype=torch.uint8, device=device, generator=generator)
@@ -125,7 +124,9 @@ def make_inputs(shape: Shape, m: int, device: str, seed: int, skew: str = "unifo
     scores = torch.rand((m, shape.global_experts), generator=generator)
     if skew == "hot":  # expert 0 for every token, the others uniform
         scores[:, 0] = 2.0
-    elif skew == "zipf":  # Gumbel top-k: drawn without replacement, popularity 1/rank; expert 0 leads, ranks are spread
+    elif (
+        skew == "zipf"
+    ):  # Gumbel top-k draws without replacement, with popularity 1/rank. Expert 0 leads, ranks are spread
         popularity = 1.0 / (1 + torch.arange(shape.global_experts) * 37 % shape.global_experts)
         scores = popularity.log() - (-scores.log()).log()
     ids = scores.topk(shape.topk, dim=1).indices.to(torch.int32)

@@ -1,4 +1,4 @@
-"""The experts on one GPU: time, distance to the floor, distance to the best known peer of each cell.
+"""Measures the experts on one GPU: time, distance to the floor, distance to the best known peer of each cell.
 
     python -m benchmarks.experts --json result.json                         72 cells: 3 shapes x 3 dtypes x 8 token counts
     python -m benchmarks.experts --shapes dsv3_ep8 --dtypes fp8_block --ms 1 64 4096 --skew zipf
@@ -8,9 +8,8 @@
 
 Each cell is checked against a float64 reference, then timed as one CUDA graph over several different inputs: the median of 7 to
 60 replays, whose output, filled with NaN before, is checked again. Peers' times (`peers/h200.csv`: best of vLLM, SGLang,
-DeepGEMM, triton_kernels, torch, hpc-ops) were measured in the same way with the same inputs; those that are installed run
-beside ours in `benchmarks.experts_in_turn`. Exit status 1 when a cell failed or was
-wrong.
+DeepGEMM, triton_kernels, torch, hpc-ops) were measured in the same way with the same inputs. `benchmarks.experts_in_turn` runs
+installed peers beside ours. The exit status is 1 when a cell failed or was wrong.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What measured selection gives: the cells of our own experts, and each handed to the fastest backend that was timed there.
+"""Computes the gain of measured selection: each cell of our own experts goes to the fastest backend that was timed there.
 
     python -m benchmarks.experts_best_of results/ours.json results/cutlass.json [results/deepgemm.json]
 
-Each file comes from `python -m benchmarks.experts --json`, on one machine. The first file's cells count; a cell that another file
-has too, right and more than 5 % faster (the margin of `epserve.modular_kernel.measured.selection`), takes that time.
+Each file comes from `python -m benchmarks.experts --json`, on one machine. The first file's cells count. If another file has the
+same cell, right and more than 5 % faster (the margin of `epserve.modular_kernel.measured.selection`), the cell takes that time.
 """
 
 from __future__ import annotations

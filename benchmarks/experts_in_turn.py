@@ -114,7 +114,7 @@ def in_turn(graphs: Graphs, sets: int, rounds: int, pause: float, warm_s: float)
 
 
 def measure(name: str, dtype: str, m: int, weights: ExpertWeights, options: argparse.Namespace) -> dict:
-    """One cell. A contender that fails or is wrong is left out of the turns; ours ends the cell."""
+    """Measures one cell. A contender that fails or is wrong is left out of the turns. A failure of ours ends the cell."""
     shape, sets = SHAPES[name], num_sets(m)
     batches = [make_inputs(shape, m, "cuda", m * 100 + i) for i in range(sets)]
     pairs, active = (sum(getattr(batch, each) for batch in batches) / sets for each in ("pairs", "active"))
@@ -135,7 +135,7 @@ def measure(name: str, dtype: str, m: int, weights: ExpertWeights, options: argp
 
 
 def report(cell: dict, stored: dict) -> str:
-    """One line; behind each contender ours / theirs, cool and warm, where below 1 we are ahead."""
+    """Returns one line, with ours / theirs behind each contender, cool and warm. Below 1 ours is faster."""
     ours, texts = cell["us"].get("triton"), []
 
     def against(cool: float, warm: float) -> str:

@@ -1,7 +1,7 @@
-"""Coverage-guided fuzzing of the door: `python -m benchmarks.fuzz_codec [--json=FILE] [-runs=N] [CORPUS_FOLDER]`.
+"""Fuzzes the door, guided by coverage: `python -m benchmarks.fuzz_codec [--json=FILE] [-runs=N] [CORPUS_FOLDER]`.
 
-The options with one dash are libFuzzer's. Needs `pip install -e '.[benchmarks]'`. Every input must end in a result or in a typed
-error; anything else stops the run with the input. FILE keeps the last count.
+The options with one dash are libFuzzer's. It needs `pip install -e '.[benchmarks]'`. Every input must end in a result or in a
+typed error. Anything else stops the run with the input. FILE keeps the last count.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REGISTRY = Regions(ServerConfig(), folder=FOLDER)
 
 
 def pass_door(request: pb.ForwardRequest, contents: dict, chosen: codec.Door) -> None:
-    """As the servicer does it, with an engine that echoes."""
+    """Passes a request through the door as the servicer does, with an engine that echoes."""
 
     def resolve(wanted: pb.RegionSlice, nbytes: int, field: str):
         return REGISTRY.slice_of("me", wanted, nbytes, field)

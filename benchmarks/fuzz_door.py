@@ -1,11 +1,11 @@
-"""Fuzzing of a running server: `python -m benchmarks.fuzz_door [--cases 10000] [--seed 1] [--json FILE]`.
+"""Fuzzes a running server: `python -m benchmarks.fuzz_door [--cases 10000] [--seed 1] [--json FILE]`.
 
 Hypothesis draws messages for every method that the server has (requests, streams, regions, the Open Inference Protocol,
 administration, reflection, health), by the fields of their types: some nearly right, some anything, some with their bytes
 changed. They go over a real connection to a real server whose engine answers with its input. Every call must end within its
-time, with an answer or with a status that says whose fault it was; afterwards a good call must be right, and
-nothing may be left in flight. Every fifth case also comes over a connection that stops in the middle of messages and reads no
-reply. Anything else is shrunk by Hypothesis and reported.
+time, with an answer or with a status that tells the side at fault. Afterwards a good call must be right, and nothing may be left
+in flight. Every fifth case also comes over a connection that stops in the middle of messages and reads no reply. Hypothesis
+shrinks and reports every other outcome.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TYPED = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED",
 }  # fmt: skip
-"""DEADLINE_EXCEEDED: of a timeout in the message; that of the call itself counts as a hang."""
+"""DEADLINE_EXCEEDED counts for a timeout in the message. For the call's own deadline it counts as a hang."""
 SERVICES = (
     (pb.DESCRIPTOR, "Experts", 12), (kserve.DESCRIPTOR, "GRPCInferenceService", 8), (admin.DESCRIPTOR, "Admin", 2),
     (reflection_pb2.DESCRIPTOR, "ServerReflection", 1), (reflection.describe_v1(), "ServerReflection", 1),
@@ -70,7 +70,7 @@ WHOLE = {
 
 
 class Echo:
-    """An engine that answers with its input; changes are refused."""
+    """Is an engine that answers with its input and refuses changes."""
 
     def __init__(self) -> None:
         self.info = SimpleNamespace(
@@ -182,7 +182,7 @@ PARAMETERS = (
 
 @st.composite
 def tensors(draw: Any) -> pb.Tensor:
-    """Of a size that its bytes have, mostly."""
+    """Draws tensors. Most of them have the bytes of their size."""
     dtype = draw(st.sampled_from([pb.FP32, pb.BF16, pb.INT32, pb.INT64, pb.FP8_E4M3]))
     shape = [
         draw(st.sampled_from([0, 1, 2, 2, 5, 2**40, -1])),
@@ -265,9 +265,9 @@ class Target:
         return server
 
     def call(self, method: Any, requests: list[bytes]) -> list[str]:
-        """Status names: the call's, and of a ForwardStream each failure's. Raises AssertionError for what is none of ours.
+        """Returns status names: the call's, and each failure's of a ForwardStream. Raises AssertionError for an unknown status.
 
-        By gRPC's blocking client: grpc.aio's loses a status that comes while it is still sending.
+        It uses gRPC's blocking client, since grpc.aio's loses a status that comes while it is still sending.
         """
         path = f"/{method.containing_service.full_name}/{method.name}"
         found: list[str] = []

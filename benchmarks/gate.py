@@ -1,10 +1,10 @@
-"""The gate of a DeepSeek-V3 layer: torch's operations against the two kernels, as replayed CUDA graphs. One GPU.
+"""Times the gate of a DeepSeek-V3 layer on one GPU: torch's operations against the two kernels, as replayed CUDA graphs.
 
     python -m benchmarks.gate --json benchmarks/results/gate_h200.json
     python -m benchmarks.gate --tiles                       # every size of tiles at every number of tokens as well
     python -m benchmarks.gate --cpu --tokens 1 16            # torch alone, small sizes: the plumbing
 
-us of one call, median; CALLS calls a graph, each on other hidden states. What is timed:
+Figures are the median us of one call, with CALLS calls a graph, each on other hidden states:
     torch            as the gate was before it had kernels: the product of float32 copies, torch.topk
     kernels          weight held in bfloat16, as checkpoints store it
     kernels_float32  weight held in float32
@@ -86,7 +86,7 @@ def torch_as_before():
 
 
 def time_us(call: Callable, inputs: Sequence[torch.Tensor]) -> float:
-    """Median us of one call; `inputs`: one for each call of a graph."""
+    """Returns the median us of one call. `inputs`: one for each call of a graph."""
     if inputs[0].device.type == "cpu":
         start = time.perf_counter()
         for x in inputs:
@@ -142,7 +142,7 @@ def cells(options, device: torch.device):
 
 
 def halves(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec) -> dict[str, float]:
-    """us of either launch by itself: the other one is left out, so that choice reads what lies in memory."""
+    """Returns the us of either launch by itself. The other one is left out, so choice reads old values in memory."""
     from epserve.experts.triton import gate as triton_gate
 
     launch, us = triton_gate._launch, {}
@@ -158,7 +158,7 @@ def halves(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec)
 
 
 def every_tile(inputs: Sequence[torch.Tensor], weights: GateWeights, spec: GateSpec) -> dict[str, float | str]:
-    """us of the whole gate with each size of tiles, the quickest first; a text where it does not fit the GPU."""
+    """Returns the us of the whole gate with each size of tiles, the quickest first, or a text if it does not fit the GPU."""
     from epserve.experts.triton import gate as triton_gate
     from epserve.experts.triton.gate import Tile
 

@@ -1,4 +1,4 @@
-"""A whole DeepSeek-V3 layer over each all-to-all backend, and over bare DeepEP with the best peer's experts. One host's GPUs.
+"""Times a whole DeepSeek-V3 layer over each all-to-all backend, and over bare DeepEP with the best peer's experts, on one host.
 
     python -m benchmarks.layer --json layer.json                     # every GPU, E = 32 a GPU, bf16 and block fp8
     python -m benchmarks.layer --only nvlink deepep_ll --schemes fp8_block --tokens 128
@@ -6,15 +6,15 @@
 
 Hidden 7,168, intermediate 2,048, 32 experts a rank, top-8, one shared expert in bf16. Times: see `benchmarks/ep_layer.py`.
 
-Baseline: dispatch + the peer's experts + combine + the shared expert, one after the other, each timed by itself; nothing is
-charged for what lies between. The bare calls run in the same processes, on the very buffer that ours used before; low latency in
-a CUDA graph. The peer's experts are, each stated in the JSON:
+Baseline: dispatch + the peer's experts + combine + the shared expert, one after the other, each timed by itself, without the
+gaps between them. The bare calls run in the same processes, on the same buffer that ours used before. Low latency runs in a CUDA
+graph. The peer's experts are, each stated in the JSON:
     stored     the fastest peer of `peers/h200.csv` for as many (token, local expert) pairs, extrapolated above 16,384
-    rate       those operations at the highest rate that any peer has in any cell of that table: nobody showed it here
+    rate       those operations at the highest rate that any peer has in any cell of that table, never measured here
     torch      torch's grouped GEMMs on the rows that arrived, timed in this run (bf16 only)
-    cutlass, deepgemm   our backends of these names on those rows, timed in this run, where the packages are installed
-    floor      operations or bytes at the chip's rate: what no experts can beat
-ratio = ours / baseline. Peers' times are of another machine of the same kind; torch's, timed on both, tells the difference.
+    cutlass, deepgemm   our backends of these names on those rows, timed in this run, if the packages are installed
+    floor      operations or bytes at the chip's rate, which no experts can beat
+ratio = ours / baseline. Peers' times are of another machine of the same kind. torch's, timed on both, tells the difference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from epserve.modular_kernel import (
 from epserve.rank.gate import route
 
 PARTS = "parts"
-EXPERTS_PER_RANK = 32  # 64 over two ranks; DeepSeek-V3's 256 over eight
+EXPERTS_PER_RANK = 32  # 64 over two ranks, DeepSeek-V3's 256 over eight
 DTYPES = {"none": "bf16", "fp8_block": "fp8_block"}
 
 
@@ -154,10 +154,10 @@ def bare(backend: str, ranks: Ranks, layer: SyntheticLayer, num_tokens: int):
 
 
 def peers_here(ranks: Ranks, layer: SyntheticLayer, candidate: HighThroughput, num_tokens: int):
-    """Experts of libraries on the rows that DeepEP delivered, each held to our own experts' result on them.
+    """Times experts of libraries on the rows that DeepEP delivered, each checked against our own experts' result on them.
 
     cutlass, deepgemm: the library's products with our kernels around them. torch: its grouped products with the small kernels of
-    `torch_peer.py`; with those the whole chain is timed too, call after call.
+    `torch_peer.py`. With those the whole chain is timed too, call after call.
     """
     state = candidate.prepare()
     x, scales = state.x if candidate.fp8 else (state.x, None)
@@ -208,7 +208,7 @@ def chain(candidate: HighThroughput, layer: SyntheticLayer, peer: TorchGroupedMM
 
 
 def compare(cells: list[dict], scheme: str, tokens: int) -> dict:
-    """Ours against each baseline, in one row; what was not measured is left out."""
+    """Compares ours with each baseline, in one row. Baselines without a measurement are left out."""
     at = {cell["backend"]: cell for cell in cells if (cell["scheme"], cell["tokens"]) == (scheme, tokens)}
     ours = {name: at[name]["us"] for name in BACKENDS if name in at}
     row: dict = {"scheme": scheme, "tokens": tokens, "ours_us": ours, "baselines": {}, "ratios": {}}

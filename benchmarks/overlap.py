@@ -1,17 +1,17 @@
-"""A shared expert beside the all-to-all: one after the other, or inside the receiver windows. On all GPUs of one host.
+"""Times a shared expert beside the all-to-all on all GPUs of one host: one after the other, or inside the receiver windows.
 
     python -m benchmarks.overlap --json overlap.json --traces folder       # the cases below, a Chrome trace of each
     python -m benchmarks.overlap --cases nvlink:4096 deepep_ll:128:fp8      # backend, tokens a rank, fp8 rows
     python -m benchmarks.overlap --cpu                                       # gloo ranks, small sizes: the plumbing alone
 
-Sequential: prepare, shared expert, finalize. Overlapped: prepare_no_receive, first half of the shared expert, receive;
+Sequential: prepare, shared expert, finalize. Overlapped: prepare_no_receive, first half of the shared expert, receive,
 finalize_no_wait, second half, receive. Routed experts are left out: both orders have the same. The shared expert has
-DeepSeek-V3's size (hidden 7,168, intermediate 2,048, bf16). Times are the slowest rank's median; the outputs of both orders
+DeepSeek-V3's size (hidden 7,168, intermediate 2,048, bf16). Times are the slowest rank's median. The outputs of both orders
 must be equal bit for bit. A backend that can be captured is replayed from a CUDA graph, the others run eagerly. In a trace the
 two orders are the ranges "sequential" and "overlapped", each after a synchronisation.
 Every order is timed in several rounds, in turn, and the best round counts: eager steps are short for the host, which may be busy.
-host = what the host needs to start a step; where that is as long as the step, the host is what is waited for.
-plain = sequential with torch's own products. ratio = overlapped / the faster of the two. bound = what no overlap can beat:
+host = the host's time to start a step. If that is as long as the step, the step waits for the host.
+plain = sequential with torch's own products. ratio = overlapped / the faster of the two. bound = the limit of every overlap,
 the longer of communication and computation alone.
 """
 
@@ -62,12 +62,12 @@ HOST_CALLS = 10
 class Case:
     backend: str
     tokens: int
-    """Of each rank."""
+    """The tokens of each rank."""
     fp8: bool
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """ValueError that says what is wrong with `text`."""
+        """Parses a case. Raises ValueError that names the wrong part of `text`."""
         backend, *rest = text.split(":")
         if backend not in all2all.REGISTRY.names():
             raise ValueError(f"{text}: {backend!r} is not one of {', '.join(all2all.REGISTRY.names())}")

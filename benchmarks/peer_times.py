@@ -23,8 +23,11 @@ def stored() -> list[dict[str, str]]:
 
 
 def best_peer(dtype: str, pairs: int, names: tuple[str, ...] = PEERS) -> dict:
-    """The fastest of `names`: {"peer", "us", "how"}. Between two stored sizes interpolated on logarithmic scales; above the
-    largest with the slope of the last two, which favours the peer where its fixed costs are paid already."""
+    """Returns the fastest of `names`: {"peer", "us", "how"}.
+
+    A time between two stored sizes is interpolated on logarithmic scales. Above the largest it follows the slope of the last two,
+    which favours the peer, as its fixed costs are already paid there.
+    """
     found = []
     for name in names:
         points = sorted(

@@ -1,13 +1,13 @@
-"""Requests a second of this service and of Ray Serve's gRPC ingress, with the same kernel behind both.
+"""Measures requests a second of this service and of Ray Serve's gRPC ingress, with the same kernel behind both.
 
     pip install -e '.[benchmarks]'
     python -m benchmarks.ray_serve_peer [--seconds 20] [--json benchmarks/results/ray_serve_peer.json]
 
 One rank, one replica, the same checkpoint, the same `Worker` (kernel, gate, workspaces), the same `Door` (checks, decoding)
-and the same messages: `epserve.v1.Experts/Forward` with 8 KB and with 1 MB of hidden states. The experts are small, so
-that what is compared is the way to them and back. Ray Serve runs as it is, and with `@serve.batch`, which joins requests as
-our scheduler does. Clients are the same processes for both: a raw gRPC stub and a number of requests always under way.
-Both sides run one after the other, in turns, each several times; the medians count.
+and the same messages: `epserve.v1.Experts/Forward` with 8 KB and with 1 MB of hidden states. The experts are small, so the
+way to them and back dominates. Ray Serve runs as it is, and with `@serve.batch`, which joins requests as our scheduler does.
+Clients are the same processes for both: a raw gRPC stub and a number of requests always under way. Both sides run one after the
+other, in turns, each several times. The medians count.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def serve_with_ray(model: str, port: int, batched: bool) -> None:
 
 
 def free_port() -> int:
-    """Of two neighbours: Serve's HTTP proxy wants one too."""
+    """Returns the first of two free neighbouring ports: Serve's HTTP proxy needs one too."""
     import socket
 
     while True:
@@ -195,7 +195,7 @@ async def _load(address: str, layer: int, tokens: int, under_way: int, seconds: 
     times: list[float] = []
     async with grpc.aio.insecure_channel(address, options=limits) as channel:
         forward = pb_grpc.ExpertsStub(channel).Forward
-        metadata = (("application", "experts"),)  # Serve's name of the deployment; ours reads none
+        metadata = (("application", "experts"),)  # Serve's name of the deployment. Our service ignores it
         first = await forward(request, timeout=60, metadata=metadata)
         rows = torch.frombuffer(bytearray(first.hidden_states.data), dtype=torch.float32)
         assert list(first.hidden_states.shape) == list(x.shape)

@@ -1,13 +1,13 @@
-"""What moving experts costs the steps that go on meanwhile, and what counting and versioning cost when nothing moves.
+"""Measures the cost of moving experts for the steps that go on, and the cost of counting and versioning without moves.
 
     python -m benchmarks.rebalance --out benchmarks/results/rebalance_cpu.json
     python -m benchmarks.rebalance --device cuda --ranks 2 --hidden 4096 --intermediate 1536 --num-experts 32 --tokens 512 \
         --out benchmarks/results/rebalance_h200x2.json
 
 Clients ask without pause. The seconds of steps while nothing moves are set against those of steps that run while experts move
-from rank to rank (`--moves` times, to placements for random loads); every answer is compared with the first one. Processor
-time of ranks and front end (with its clients) a step says how much of a longer step is work, and how much waiting. The cost of
-counting is taken on one rank in this process: the same steps with and without it, in turn.
+from rank to rank (`--moves` times, to placements for random loads). Every answer is compared with the first one. The processor
+time of ranks and front end (with its clients) for a step splits a longer step into work and waiting. The cost of counting is
+measured on one rank in this process: the same steps with and without it, in turn.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Clock:
     """Processor seconds of the ranks and of this process, in spans of which each belongs to a sort."""
 
     def __init__(self, pids: list[int]):
-        # Of any process of ours: ~pid in the upper bits and CPUCLOCK_SCHED below (Linux, posix-timers.h).
+        # The clock of any process: ~pid in the upper bits and CPUCLOCK_SCHED below (Linux, posix-timers.h).
         self._clocks = [(~pid << 3) | 2 for pid in pids] + [time.CLOCK_PROCESS_CPUTIME_ID]
         self.seconds: dict[str, list[float]] = {}
         self._last = self._now()

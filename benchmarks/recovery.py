@@ -1,4 +1,4 @@
-"""From a fault to the first good answer, and where the time goes: one fault at a time, each repeated, p50 and longest.
+"""Measures the time from a fault to the first good answer, with its parts: one fault at a time, each repeated, p50 and longest.
 
     python -m benchmarks.recovery --out benchmarks/results/recovery_cpu.json
     python -m benchmarks.recovery --device cuda --ranks 2 --redundant 8 --spares 0 --out benchmarks/results/recovery_h200x2.json
@@ -6,11 +6,11 @@
         --faults idle experts stop --repeats 1 --out benchmarks/results/recovery_h200_shared.json
 
 Faults: `idle`, `prepare` (dispatch), `experts`, `finalize` (combine): a rank gets SIGKILL while it waits, or kills itself
-with SIGKILL as it enters that phase of a step; `stop`: SIGSTOP of a rank; `cold`: two ranks at once where there is one spare
-(or one rank with `--spares 0`), so that a standby takes the place of one, or with `--standbys 0` a process has to start; `scale`:
-no fault, but one rank more and one less again while a client asks without pause, and how long requests waited each time. The
-first good answer is the first one to a request that was sent after the fault; it is compared with the reference. With copies of
-all experts `rejoined` is when the lost rank is back.
+with SIGKILL as it enters that phase of a step. `stop`: SIGSTOP of a rank. `cold`: two ranks at once with one spare (or one rank
+with `--spares 0`), so that a standby takes the place of one, or with `--standbys 0` a process has to start. `scale`: no fault,
+but one rank more and one less again while a client asks without pause, with the waits of requests each time. The first good
+answer is the first one to a request that was sent after the fault. It is compared with the reference. With copies of all experts
+`rejoined` is the time until the lost rank is back.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ async def run(args: argparse.Namespace, path: Path, notes: Path) -> dict:
 
 
 def _memory_mib(processes: list) -> dict[str, int]:
-    """Host memory of the first of them: resident, and what it shares with nobody; empty where there is none."""
+    """Returns the host memory of the first process: resident, and unshared. It is empty if there is no process."""
     if not processes or not Path(f"/proc/{processes[0].facts.pid}").exists():
         return {}
     lines = Path(f"/proc/{processes[0].facts.pid}/smaps_rollup").read_text().splitlines()[1:]
@@ -219,7 +219,7 @@ def _memory_mib(processes: list) -> dict[str, int]:
 
 
 def summary(each: list[dict], heartbeat_s: float) -> dict:
-    """p50 and longest of each time; of a stop also what comes on top of the heartbeat."""
+    """Returns p50 and longest of each time. For a stop it also has the time on top of the heartbeat."""
     found: dict = {"repeats": len(each), "by": sorted({one["by"] for one in each})}
     for name in ("noticed_s", "rebuild_s", "answered_s", "rejoined_s", "paused_s", "seconds_s", "slowest_answer_s"):
         if values := [one[name] for one in each if name in one]:

@@ -1,10 +1,9 @@
-"""What a remote layer costs a client beyond the service's own time: `python -m benchmarks.remote_experts [--repeats N]`.
+"""Measures a remote layer's cost beyond the service's own time: `python -m benchmarks.remote_experts [--repeats N]`.
 
-One service on one CPU rank of this machine, one client process, a model of two MoE layers loaded with remote experts. For
-each batch size the experts module of the model is called as `generate` calls it; from its time the time between the
-engine's admission and its result is taken away, which the reply to the same request carries, sent in turn with it. What is
-left is the client, gRPC over loopback or the doorbell, and the server's checks. Medians; the machine's load is written
-beside them.
+One service runs on one CPU rank of this machine, and one client process has a model of two MoE layers loaded with remote
+experts. For each batch size the model's experts module is called as `generate` calls it. The reply to the same request, sent in
+turn with it, carries the time between the engine's admission and its result, and that time is subtracted. The rest is the client,
+gRPC over loopback or the doorbell, and the server's checks. Figures are medians, with the machine's load beside them.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def start(folder: Path) -> tuple[subprocess.Popen, str]:
 
 
 def both_ms(experts: torch.nn.Module, address: str, batch: tuple, repeats: int) -> tuple[list[float], list[float]]:
-    """Times of the module, and of the engine as the replies to the same requests tell them; in turn, since the machine's load
-    changes."""
+    """Returns times of the module, and of the engine by the same requests' replies, in turn, as the machine's load varies."""
     hidden, ids, weights = batch
     whole, engine = [], []
     with grpc.insecure_channel(address) as channel:

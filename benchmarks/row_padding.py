@@ -1,8 +1,8 @@
-"""What zeros behind the rows of bf16 products cost on a CPU: `python -m benchmarks.row_padding [--json FILE]`.
+"""Measures the effect of zeros behind the rows of bf16 products on a CPU: `python -m benchmarks.row_padding [--json FILE]`.
 
-A rank's experts, with and without the zeros that `experts/rows.py` puts behind rows whose inner size is no multiple of 32.
-Slices of published models, one thread, the two ways in turn, medians of rounds. The ratio counts, the times are the machine's.
-Where both inner sizes are multiples of 32 nothing is done and nothing is measured here.
+It times a rank's experts with and without the zeros that `experts/rows.py` puts behind rows whose inner size is no multiple of
+32: slices of published models, one thread, the two ways in turn, medians of rounds. The ratio counts, the times are the
+machine's. If both inner sizes are multiples of 32, there are no zeros and nothing to measure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYERS = {
 """hidden, intermediate of a slice, experts, top-k."""
 PAIRS = (("local", "grouped_mm"), ("local", "loop"), ("all_to_all_batched", "batched_mm"))
 TOKENS = (1, 16, 256)
-BATCHED_CAP = 16  # tokens; blocks of batched_mm are for few
+BATCHED_CAP = 16  # tokens. Blocks of batched_mm are for few
 
 
 @contextmanager

@@ -1,22 +1,22 @@
-"""Expert parallelism from 1, 2, 4 to N ranks of one host: one command, one JSON, one drawing, under 8 minutes.
+"""Measures expert parallelism from 1, 2, 4 to N ranks of one host: one command, one JSON, one drawing, under 8 minutes.
 
     python -m benchmarks.scaling --ranks 8 --out results/       # N GPUs
-    python -m benchmarks.scaling --ranks 2 --cpu --out /tmp     # gloo ranks, small sizes; also where there is no GPU
+    python -m benchmarks.scaling --ranks 2 --cpu --out /tmp     # gloo ranks, small sizes, no GPU needed
 
 1. combinations: the case table of the modular kernel at N ranks for every pair that fits (tests/support/cases.py).
 2. all2all: dispatch, combine and round trip of every all-to-all backend, 1 to 4,096 tokens a rank, hidden 7,168, 256 experts,
    top-8, bf16 and fp8, N ranks (`benchmarks/all2all.py`).
    GB/s as DeepEP's own tests count it: rows that a rank receives (one per token and rank, those from itself too), of 2H bytes
-   or in fp8 H + H/32; combine sends as many of 2H. Low latency: one row per token and expert that a rank sends.
+   or in fp8 H + H/32. Combine sends as many of 2H. Low latency: one row per token and expert that a rank sends.
 3. layers: the whole DeepSeek-V3 layer with its shared expert (`benchmarks/ep_layer.py`) at 1, 2, 4 and N ranks over each
-   backend, the all-gather / reduce-scatter one among them; and `replicas`: as many independent ranks that hold all experts,
+   backend, the all-gather / reduce-scatter one among them, and `replicas`: as many independent ranks that hold all experts,
    with the same tokens.
 4. efficiency, weak: a rank's tokens stay the same, so it is time at the reference / time at w ranks. `from_1`: against one rank
    that holds all experts. `from_2`: against the same backend on two ranks.
 
-Each section has a share of --budget-s; what it cannot do in time is left out and listed, as is whatever failed, with the reason.
-What was left out is begun again at the end where other sections were quicker. Exit status 1 when something failed or was wrong
-or a section has no result at all, 0 when parts were only left out or are not available here.
+Each section has a share of --budget-s. Parts without time are left out and listed, as are failed parts, with the reason. Parts
+that were left out are begun again at the end if other sections were quicker. The exit status is 1 when something failed or was
+wrong or a section has no result at all, 0 when parts were only left out or are not available here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ANCHORS = (
 
 
 def run_pair(name: str, ranks: Ranks, options):
-    """A cell for each case that the pair fits. A wrong result is a cell; an exception ends the pair."""
+    """Returns a cell for each case that the pair fits. A wrong result is a cell. An exception ends the pair."""
     pf_name, experts_name = name.split(" + ")
     kind = ranks.device.type
     group = dist.group.WORLD if ranks.world > 1 else None
@@ -164,7 +164,7 @@ class Run:
         self.write()
 
     def fits(self, pf_name: str, experts_name: str) -> bool:
-        """Fits at all and can run here; why not goes into the report."""
+        """Returns whether the pair fits and can run here. Reasons against it go into the report."""
         kind, world = ("cpu" if self.options.cpu else "cuda"), self.options.ranks
         why = reasons(pf_name, experts_name)
         text = "; ".join(why) if why else missing(pf_name, experts_name, kind)

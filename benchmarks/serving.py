@@ -1,16 +1,16 @@
-"""Where the time of a request goes, and how throughput grows with clients: `python -m benchmarks.serving [--ranks N]`.
+"""Measures the parts of a request's time, and throughput by the number of clients: `python -m benchmarks.serving [--ranks N]`.
 
-One service on this machine's ranks (CPU processes, or GPUs with --device cuda), one run, medians of many. For each batch size the
-same batch is sent
+One service runs on this machine's ranks (CPU processes, or GPUs with --device cuda), and figures are medians of one run. For each
+batch size the same batch is sent
   to the engine    in this process: queueing, joining, splitting, the way to Ray's actors and back, the kernel
   in messages      from a client in another process: over one stream, with the tensors in it
   in a region      the same with the tensors in shared memory
-and of each call what the kernel alone took is known from the ranks' own clocks (the slowest rank of that very step). Beside it:
-the time that the same bytes take there and back over a raw TCP socket.
+The kernel's own part of each call comes from the ranks' own clocks (the slowest rank of that step). Beside it stands the time
+that the same bytes take in both directions over a raw TCP socket.
 
-Throughput: N clients with a connection each that keep one request of 16 tokens under way, in a gRPC call each (messages), on one
-long-lived stream (stream) or through shared memory (region); then 64 clients whose requests
-come at random times (Poisson), at 70 % of the peak that was just seen, where a latency counts from when its request was due.
+Throughput: N clients with a connection each keep one request of 16 tokens under way, in a gRPC call each (messages), on one
+long-lived stream (stream) or through shared memory (region). Then requests of 64 clients come at random times (Poisson), at
+70 % of the peak that was just seen, and a latency counts from the time when its request was due.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ async def _load(wanted: Load) -> dict:
 
 
 async def engine_ms(engine, layer: int, num_tokens: int, repeats: int) -> list[float]:
-    """Of each call to the engine in this process."""
+    """Returns the milliseconds of each call to the engine in this process."""
     hidden = torch.randn((num_tokens, engine.info.hidden)).to(engine.info.dtype)
     times: list[float] = []
     for number in range(repeats + WARM_UP):
@@ -177,7 +177,7 @@ async def engine_ms(engine, layer: int, num_tokens: int, repeats: int) -> list[f
 
 
 class Measurement:
-    """Of one running service; `pool` has the client's process."""
+    """Measures one running service. `pool` has the client's process."""
 
     def __init__(self, options, engine, server, pool):
         self._options, self._engine, self._pool = options, engine, pool
@@ -200,7 +200,7 @@ class Measurement:
         for way, asking in ways.items():
             self._kernel_ms.clear()
             whole = await asking
-            kernel = self._kernel_ms[-len(whole) :]  # one step each: nobody else is here
+            kernel = self._kernel_ms[-len(whole) :]  # one step for each call, as there are no other clients
             beyond = [each - inside for each, inside in zip(whole, kernel, strict=True)]
             row |= {f"{way}_ms": statistics.median(whole), f"{way}_kernel_ms": statistics.median(kernel),
                     f"{way}_beyond_ms": statistics.median(beyond),

@@ -18,7 +18,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_section(args: argparse.Namespace) -> dict[str, Any]:
-    """Of the configuration."""
+    """Returns the section of the configuration."""
     if args.ranks_per_gpu < 1:
         raise SystemExit(f"--ranks-per-gpu must be at least 1, got {args.ranks_per_gpu}")
     if sharing(args) == 1:

@@ -1,12 +1,12 @@
-"""A service under everything that callers do, good and bad: `python -m benchmarks.soak [--seconds 600] [--clients 200]`.
+"""Runs a service under good and bad calls of every kind: `python -m benchmarks.soak [--seconds 600] [--clients 200]`.
 
-Starts `epserve serve` with a demo model on CPU ranks, in processes of its own, and runs clients that choose at random:
-calls by the layer's gate, by ids, in frames, in fp8, through shared memory and over the Open Inference Protocol; cancelled
-calls; deadlines that cannot be met; malformed messages; streams that are left half-open or never read; below gRPC, messages that
-stop in the middle and replies that are never read, until the connection is closed or the server ends the call. Every answer is
-compared with the dense result of the same rows, every error must be one that was provoked. Memory is that of the service's
-front end and of its ranks, without shared pages, from the third minute on (of short runs, the last three quarters): the
-mean of the first third of that against that of the last, and the slope of a line through all of it.
+It starts `epserve serve` with a demo model on CPU ranks, in processes of its own, and runs clients that choose at random: calls
+by the layer's gate, by ids, in frames, in fp8, through shared memory and over the Open Inference Protocol, cancelled calls,
+deadlines that cannot be met, malformed messages, and streams that are left half-open or never read. Below gRPC there are messages
+that stop in the middle and replies that are never read, until the connection is closed or the server ends the call. Every answer
+is compared with the dense result of the same rows, and every error must be one that was provoked. Memory is that of the service's
+front end and of its ranks, without shared pages, from the third minute on (in short runs, the last three quarters): the mean of
+its first third against that of its last, and the slope of a line through all of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEADLINE_S = 10.0
 SAMPLE_S = 2.0
 WARM_UP_S = 120.0
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
-"""What malformed messages may get; those that are still right after a mutation get an answer."""
+"""The statuses of malformed messages. A message that is still right after a mutation gets an answer."""
 
 
 class Tally:
@@ -195,7 +195,7 @@ class Caller:
         call.cancel()
 
     async def unread(self) -> None:
-        """Many requests on a stream whose replies nobody reads."""
+        """Sends many requests on a stream and reads no reply."""
         call = self.stub.ForwardStream()
         x = self.reference.rows[self.slice(64)]
         tensor = pb.Tensor(dtype=pb.FP32, shape=x.shape, data=x.numpy().tobytes())

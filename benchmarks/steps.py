@@ -1,13 +1,13 @@
-"""Whole kernel steps, by path and number of tokens: eager, as a CUDA graph, and as two halves in flight. All GPUs of one host.
+"""Times whole kernel steps by path and number of tokens: eager, as a CUDA graph, and as two halves in flight.
 
     python -m benchmarks.steps --json benchmarks/results/steps_h200x2.json
     python -m benchmarks.steps --cpu --hidden 64 --intermediate 32 --experts 8 --tokens 1 16
 
-A step is prepare, experts and finalize of one layer (DeepSeek-V3's sizes by default), even random routing, the same tokens on
-every rank, and where `--shared` is given a shared expert of the same size. Times are microseconds, the slowest rank's median:
-"eager" and "graph" of the whole batch, "halves" of two halves one after the other, "in flight" of the same halves overlapped.
-Halves that overlap must have the bits of those that do not, and a graph those of the eager step; otherwise the run ends.
-The table that measured selection would use comes out beside it, from the same code that the service runs at start-up.
+It uses all GPUs of one host. A step is prepare, experts and finalize of one layer (DeepSeek-V3's sizes by default), with even
+random routing, the same tokens on every rank, and with `--shared` a shared expert of the same size. Times are microseconds, the
+slowest rank's median: "eager" and "graph" of the whole batch, "halves" of two halves one after the other, "in flight" of the same
+halves overlapped. Halves that overlap must have the bits of those that do not, and a graph those of the eager step. Otherwise the
+run ends. The table that measured selection would use comes out beside it, from the same code that the service runs at start-up.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Candidate:
 
 
 def shared_expert(spec: LayerSpec, ranks: RankContext) -> SharedExperts:
-    """As a service has it: in two halves, beside dispatch and beside combine."""
+    """Returns a shared expert as a service has it: in two halves, beside dispatch and beside combine."""
     shape = spec.shape
     made = synthetic.shared_expert(
         synthetic.LayerSizes(hidden=shape.hidden, shared=shape.intermediate, dtype=shape.dtype), ranks.device
@@ -146,7 +146,7 @@ def one_size(candidate: Candidate, num_tokens: int) -> dict[str, float]:
 
 
 def median_us(run, ranks: RankContext) -> float:
-    """Of calls that follow each other, as a model's layers do: on the device's clock where there is one."""
+    """Returns the median us of calls that follow each other, as a model's layers do, on the device's clock if it has one."""
     for _ in range(WARM):
         run()
     meet(ranks)

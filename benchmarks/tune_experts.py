@@ -1,11 +1,12 @@
-"""Tunes the tiles of the Triton experts on the GPU, as `epserve tune` does, for the shapes of the benchmarks; compares every cell
-with the tiles that served before, and writes a table for `experts/tuned/`.
+"""Tunes the tiles of the Triton experts on the GPU, as `epserve tune` does, for the shapes of the benchmarks.
+
+It compares every cell with the tiles that served before, and writes a table for `experts/tuned/`.
 
     python -m benchmarks.tune_experts --budget 400 --out experts/tuned/nvidia_h200.json --json result.json
     python -m benchmarks.tune_experts --shapes dsv3_ep8 --dtypes fp8_block --ms 1 4 --out t.json    a part; --out keeps its others
 
-The budget, compiling included, is shared evenly among the cells that are left; a cell that runs out keeps the best so far, and
-one that gained less than 1 % keeps what it had. In --json: whole layers with the new tiles and with the former ones (`us`,
+The budget, with compiling, is shared evenly among the cells that are left. A cell that runs out keeps the best so far, and a
+cell that gained less than 1 % keeps its old tiles. --json has whole layers with the new tiles and with the former ones (`us`,
 `before_us`, in turn), for each cell.
 """
 

@@ -60,7 +60,7 @@ def in_turn(graphs: list[torch.cuda.CUDAGraph], sets: int) -> list[float]:
 
 
 def compare(name: str, dtype: str, m: int, weights: ExpertWeights, tables: list[Table]) -> dict | None:
-    """A cell's times; None where both tables choose the same tiles."""
+    """Returns a cell's times, or None if both tables choose the same tiles."""
     shape = SHAPES[name]
     kernels = [Standard(shape, dtype, weights, table) for table in tables]
     first, second = (kernel.experts.tiles(m, shape.local_experts, shape.topk)[0] for kernel in kernels)

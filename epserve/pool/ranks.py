@@ -40,6 +40,7 @@ from epserve.rank.weights.newcomers import Holders, Welcome
 
 from .device_regions import DeviceRegions
 from .holders import find_holders, suffice
+from .loading import told
 from .members import Agents, Member, answer, call_all, check_gpus
 from .ray_cluster import Gang
 from .reserves import SPARE, STANDBY, Reserve
@@ -304,7 +305,8 @@ class Ranks:
             await self._connect(member, address)
 
         await asyncio.gather(*(connect(m, each.node_id == here) for m, each in zip(new, facts, strict=True)))
-        reports = await call_all(new, "load", timeout=limit)
+        async with told(new):
+            reports = await call_all(new, "load", timeout=limit)
         for member, report in zip(new, reports, strict=True):
             member.report = report
 

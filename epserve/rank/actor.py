@@ -97,7 +97,10 @@ class RankActor:
         seconds = time.monotonic() - self._steps.started if step >= 0 else 0.0
         phase, counters = (worker.phase, worker.counters) if worker is not None else ("set-up", Counters())
         late = worker.late_compiles if worker is not None else 0
-        return Pulse(phase=phase, step=step, step_seconds=seconds, counters=counters, late_compiles=late)
+        loading = worker.loading if worker is not None else None
+        return Pulse(
+            phase=phase, step=step, step_seconds=seconds, counters=counters, late_compiles=late, loading=loading
+        )
 
     @ray.method(concurrency_group="control")
     def load_counts(self) -> bytes:

@@ -30,6 +30,16 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How far a rank has read its weights: layers of all of its layers, bytes of their experts, seconds since the start."""
+
+    layers: int
+    of_layers: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """A rank's health report. The rank answers while its step thread computes."""
 
@@ -38,6 +48,8 @@ class Pulse:
     step_seconds: float
     counters: Counters
     late_compiles: int = 0
+    loading: Loading | None = None
+    """How far the rank has read its weights, while it reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

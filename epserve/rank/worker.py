@@ -36,6 +36,7 @@ from .gate import fitted, route, whole
 from .gate import warm_up as warm_up_gate
 from .layer_kernels import LayerKernels
 from .placement import Placement, left_out, to_physical
+from .reports import Loading
 from .setup import plan as rank_plan
 from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
 
@@ -93,6 +94,8 @@ class Worker:
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
+        self.loading: Loading | None = None
+        """How far `load` has come. Threads that report this rank's health read it."""
         self.left_out: dict[int, tuple[int, ...]] = {}
         """Part of the last step -> the experts that its tokens chose and that no rank holds."""
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
@@ -132,10 +135,16 @@ class Worker:
     def load(self) -> LoadReport:
         start = time.perf_counter()
         self.phase = "load"
-        for layer in self.plan.layers:
+        for number, layer in enumerate(self.plan.layers, 1):
             self._take(layer, self.placements[layer].experts_of(self.ranks.rank))
+            self.loading = Loading(
+                layers=number,
+                of_layers=len(self.plan.layers),
+                nbytes=self.weights_bytes,
+                seconds=time.perf_counter() - start,
+            )
         self._source = self._sliced(self.checkpoint)  # copies in host memory are not needed any more
-        self.phase = "idle"
+        self.phase, self.loading = "idle", None
         return LoadReport(
             rank=self.ranks.rank,
             experts=self.experts,

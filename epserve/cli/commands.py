@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from epserve.process import early_signals, logs
 from . import admin as admin_cli
 from . import cluster as cluster_cli
 from . import config as config_cli
+from . import generate as generate_cli
 from . import profile as profile_cli
 from . import tune as tune_cli
 from .admin import Authority, Certificate, Key, Name, tls_of
@@ -82,9 +83,9 @@ def serve(
 ) -> None:
     """Start the ranks and the gRPC front end, and run until SIGTERM or Ctrl-C."""
     from .config_reference import dump
-    from .config_target import load_target
+    from .config_target import load_target, parse_overrides
 
-    overrides = _overrides(set_)
+    overrides = parse_overrides(set_)
     if front_ends is not None:
         overrides["server.front_ends"] = front_ends
     loaded, from_defaults = load_target(target, overrides)
@@ -120,7 +121,9 @@ def front_end(
     from epserve.service.front_end import Joining
     from epserve.service.front_end import serve as run
 
-    server, scheduler = load_front_end(config, _overrides(set_))
+    from .config_target import parse_overrides
+
+    server, scheduler = load_front_end(config, parse_overrides(set_))
     _log_as(server.log_format)
     joining = Joining(
         address=join,
@@ -138,24 +141,6 @@ def _log_as(form: Literal["text", "json"]) -> None:
     if form == "json":
         logs.take_streams(stdout=True)
     faulthandler.enable()  # in place of Ray's handler of native crashes, which would take SIGTERM too
-
-
-def _overrides(items: list[str] | None) -> dict[str, Any]:
-    """Parses KEY=VALUE, with the value in YAML. Raises ConfigError."""
-    import yaml
-
-    from epserve.errors import ConfigError
-
-    overrides = {}
-    for item in items or ():
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {item!r} is not KEY=VALUE")
-        try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--set {item!r}: {value!r} is not YAML") from None
-    return overrides
 
 
 @app.command()
@@ -284,6 +269,7 @@ def demo(
         raise typer.Exit(1)
 
 
+app.command()(generate_cli.generate)
 app.command()(cluster_cli.plan)
 app.command()(config_cli.config)
 app.command()(tune_cli.tune)

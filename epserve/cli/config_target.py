@@ -64,3 +64,19 @@ def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def parse_overrides(items: list[str] | None) -> dict[str, Any]:
+    """Parses KEY=VALUE, with the value in YAML. Raises ConfigError."""
+    import yaml
+
+    overrides = {}
+    for item in items or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {item!r} is not KEY=VALUE")
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {item!r}: {value!r} is not YAML") from None
+    return overrides

@@ -13,7 +13,7 @@ SERVICE = "epserve.v1.Experts"
 
 
 def serving(target: str, *, timeout_s: float, ca: Path | None = None, server_name: str = "") -> str:
-    """The state's name: SERVING, NOT_SERVING ...; or why there was no answer."""
+    """Returns the state's name (SERVING, NOT_SERVING ...), or the reason why there was no answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

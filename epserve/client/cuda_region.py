@@ -61,7 +61,7 @@ class GpuMemory:
     def piece(self, offset: int, nbytes: int) -> tuple[Any, Any]:
         """Returns an object, and a uint8 tensor over those bytes that holds it."""
         holder = cuda_memory.Bytes(self._address + offset, nbytes)
-        holder.memory = self  # type: ignore[attr-defined]  # what it points to
+        holder.memory = self  # type: ignore[attr-defined]  # keeps the memory alive
         return holder, cuda_memory.tensor(holder, self.device)
 
     def offset_of(self, tensor: Any) -> int | None:

@@ -29,11 +29,11 @@ from .options import ClientOptions, RetryPolicy
 from .sending import Pending
 
 Given = Sequence[torch.Tensor | None]
-"""Hidden states, ids and weights, the latter two or neither."""
+"""Hidden states, and ids and weights, which are both there or both None."""
 REGISTER_AGAIN_S = 1.0
-"""For shared memory in the place of one that is lost. A request goes over the wire where that takes longer."""
+"""The time in which lost shared memory is replaced. A request goes over the wire if that takes longer."""
 RETRY_FOR_S = 120.0
-"""Longer than a service needs to replace a rank and load its weights again."""
+"""The time for retries. It is longer than a service needs to replace a rank and load its weights again."""
 
 
 def connect(
@@ -201,7 +201,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request that is under way, and what is needed to send it another way. `region`: the memory it goes through."""
+    """Holds one request in flight, with its inputs for another way to send it. `region`: the memory it goes through."""
 
     pending: Pending
     layer: int

@@ -1,4 +1,4 @@
-"""Whether a model, as an engine has configured it, fits a service: every difference. It imports no engine."""
+"""Compares a model, as an engine has configured it, with a service, and lists every difference. It imports no engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a model needs of its service.
+    """Describes a model's requirements on its service.
 
-    name: the path or name of the checkpoint, for messages.
-    config: the configuration of the text model as in config.json, with its `model_type`.
-    top_k: the most experts of a token, or None where the service's gate chooses.
-    activation: what the engine's experts would compute, or None where the engine says so by `config` alone.
-    fingerprint: that of the checkpoint, or None where it is not known.
+    Args:
+        name: the path or name of the checkpoint, for messages.
+        config: the configuration of the text model as in config.json, with its `model_type`.
+        top_k: the most experts of a token. None: the service's gate chooses.
+        activation: the non-linearity of the engine's experts. None: only `config` describes it.
+        fingerprint: the checkpoint's fingerprint. None: it is unknown.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Wanted:
     fingerprint: str | None
 
     def differences(self, served: Any) -> list[str]:
-        """What differs between this model and a service's GetModelReply. Empty: they fit."""
+        """Returns every difference between this model and a service's GetModelReply. Empty: they fit."""
         missing = sorted(set(self.layers) - set(served.layers))
         dtype, own = DTYPE_NAMES[served.dtype], self.fingerprint
         checks = [
@@ -69,7 +70,7 @@ class Wanted:
         return ConfigReader(dict(self.config), "the model's configuration")
 
     def _of_activations(self, served: Any) -> list[str]:
-        """What the experts compute between and after their products: as served, against the engine and the configuration."""
+        """Compares the served experts' functions between and after their products with the engine and the configuration."""
         theirs = served_activation(served)
         ours = [self.activation] if self.activation is not None else []
         if theirs is None:
@@ -90,9 +91,9 @@ class Wanted:
 
 
 def fingerprint_of(name: str, find_config: Callable[[str], str | None]) -> str | None:
-    """Returns that of the checkpoint that is being loaded.
+    """Returns the fingerprint of the checkpoint that is being loaded.
 
-    None, with a warning, where its files are not safetensors in a folder. find_config: maps the name to the place of its
+    Returns None, with a warning, if its files are not safetensors in a folder. find_config: maps the name to the place of its
     config.json on this machine.
     """
     try:
@@ -108,7 +109,7 @@ def unequal(one: GateSpec | Activation, other: GateSpec | Activation) -> list[st
 
 
 def label_of(name: str, table: Any) -> str:
-    """The key of config.json by which a user knows this field, or the field's own name."""
+    """Returns the key of config.json by which a user knows this field, or the field's own name."""
     if name == "top_k":
         return "num_experts_per_tok"
     return table[name].names if isinstance(table.get(name), Key) else name

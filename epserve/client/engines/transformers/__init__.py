@@ -1,4 +1,4 @@
-"""Hugging Face models whose experts run in the service: attention here, experts there.
+"""Runs Hugging Face models with their experts in the service: attention here, experts there.
 
     import epserve.transformers
 

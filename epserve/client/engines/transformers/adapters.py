@@ -1,7 +1,7 @@
-"""Adapters of PEFT on a model with remote experts: those on weights that are here work, those on experts are refused.
+"""Checks adapters of PEFT on a model with remote experts: those on local weights work, those on experts are refused.
 
-PEFT looks for its targets among a model's parameters and skips what it does not find. Experts that are not there would so be
-skipped in silence, which leaves the numbers of the model without the adapter.
+PEFT looks for its targets among a model's parameters and skips missing ones. It would silently skip remote experts, and the
+model's numbers would lack the adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .remote_modules import refuse_write, remote_modules, some, weights_of
 
 @functools.cache
 def guard() -> None:
-    """Wraps the one method by which PEFT puts an adapter into a model. Does nothing where PEFT is not installed."""
+    """Wraps the one method by which PEFT puts an adapter into a model. It does nothing if PEFT is not installed."""
     if not is_peft_available():
         return
     from peft.tuners.tuners_utils import BaseTuner
@@ -36,7 +36,7 @@ def guard() -> None:
 
 
 def check(config: Any, model: nn.Module) -> None:
-    """Raises ConfigError where an adapter of this PeftConfig has targets among the remote weights of `model`."""
+    """Raises ConfigError when an adapter of this PeftConfig has targets among the remote weights of `model`."""
     hit = sorted(dict.fromkeys(_targets(_as_of_this_transformers(config, model), model)))
     if hit:
         refuse_write(f"adapter: its targets {some(hit)}")
@@ -62,7 +62,7 @@ def _names(whole: str, target: str) -> bool:
 
 
 def _as_of_this_transformers(config: Any, model: nn.Module) -> Any:
-    """A copy whose targets are spelled as PEFT will look for them: adapters for one Linear an expert become those of stacks."""
+    """Returns a copy with the targets that PEFT will look for: adapters for one Linear an expert become those of stacks."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     from transformers.conversion_mapping import get_model_conversion_mapping

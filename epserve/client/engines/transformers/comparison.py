@@ -1,4 +1,4 @@
-"""What a model of transformers needs of its service, and whether the service's gate can stand for the model's."""
+"""Compares a model of transformers with its service, and checks whether the service's gate can replace the model's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from epserve.models.expert_modules import ExpertsLayer, top_k
 from epserve.models.families import FAMILIES
 from epserve.protocol.served_model import served_gate
 
-# Families whose MoE block takes hidden states and returns them, nothing else: the service can run it whole.
+# Families whose MoE block takes and returns only hidden states, so that the service can run it whole.
 BLOCK_FAMILIES = ("deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def differences(
     served: Any, model: PreTrainedModel, layers: tuple[ExpertsLayer, ...], dtype: torch.dtype, gate: str
 ) -> list[str]:
-    """What differs between a service's GetModelReply and a model's MoE layers. Empty: they fit.
+    """Returns every difference between a service's GetModelReply and a model's MoE layers. Empty: they fit.
 
-    gate: "local" or "remote", who chooses the experts.
+    gate: "local" or "remote", the side that chooses the experts.
     """
     shape, name, config = layers[0].shape, str(model.config.name_or_path), model.config.get_text_config()
     wanted = Wanted(
@@ -48,7 +48,7 @@ def _find_config(name: str) -> str | None:
 
 
 def _of_gates(served: Any, wanted: Wanted, config: Any) -> Iterator[str]:
-    """Why the service's gate and shared experts cannot stand for the model's: one reason for each setting that differs."""
+    """Yields the reasons why the service's gate and shared experts cannot replace the model's, one for each differing setting."""
     if served.family not in BLOCK_FAMILIES:
         known = ", ".join(BLOCK_FAMILIES)
         yield f"gate 'remote' is for {known}; of {served.family} only the experts can be remote"

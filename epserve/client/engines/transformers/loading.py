@@ -1,4 +1,4 @@
-"""Where transformers builds, reads, writes and changes a model: what happens there when its experts are in a service.
+"""Hooks into transformers' building, reading, writing and changing of a model whose experts are in a service.
 
 NOTE: transformers has no hook between building and reading a model. `_get_dtype_plan` is called once on the outermost model, when
 all its modules are on the meta device. The device map, the conversion mapping and the reads are made from its parameters later.
@@ -44,15 +44,15 @@ from .service import Service, current, use
 def from_pretrained(
     path: str | Path, service: Service, *, model_class: Any = transformers.AutoModelForCausalLM, **kwargs: Any
 ) -> Any:
-    """As `model_class.from_pretrained(path, ...)` with experts in this `service`, whichever others are open."""
+    """Loads like `model_class.from_pretrained(path, ...)`, with experts in this `service` even if other services are open."""
     with use(service):
         return model_class.from_pretrained(path, experts_implementation=NAME, **kwargs)
 
 
 def attach(model: PreTrainedModel, service: Service, dtype: torch.dtype) -> None:
-    """Take the weights out of `model`, whose parameters are on the meta device, and bind its experts to `service`.
+    """Takes the weights out of `model`, whose parameters are on the meta device, and binds its experts to `service`.
 
-    Raises Incompatible with every difference between the two, CheckpointError where experts cannot be separated.
+    Raises Incompatible with every difference between the two, and CheckpointError when experts cannot be separated.
     """
     layers = find_layers(model)
     reasons = differences(service.model, model, layers, dtype, service.gate)
@@ -72,8 +72,8 @@ def attach(model: PreTrainedModel, service: Service, dtype: torch.dtype) -> None
             vars(layer.module)[BINDING] = binding
         else:
             emptied |= bind(layer.module, layer.name, binding, RemoteExperts)
-    base = f"{model.base_model_prefix}."  # which a checkpoint of the base model lacks
-    model._keys_to_ignore_on_load_unexpected = {  # read by transformers; elsewhere they would be reported as surplus
+    base = f"{model.base_model_prefix}."  # a checkpoint of the base model lacks it
+    model._keys_to_ignore_on_load_unexpected = {  # otherwise transformers would report these keys as surplus
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(f"^(.*\\.)?{re.escape(name.removeprefix(base))}$" for name in emptied),
     }
@@ -94,7 +94,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _set_experts_implementation(model: PreTrainedModel, experts_implementation: str | dict) -> None:
-    """As transformers' method, for values that leave the remote experts where they are. Raises ConfigError for others."""
+    """Replaces transformers' method. It raises ConfigError for values that do not leave the remote experts in place."""
     before = model.get_experts_implementation()
     original = type(model).set_experts_implementation
     original(model, experts_implementation)
@@ -107,7 +107,7 @@ def _set_experts_implementation(model: PreTrainedModel, experts_implementation: 
 
 
 def _refuse_router_logits(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Raises InvalidRequest. For models whose gate is in the service."""
+    """Raises InvalidRequest if router logits are requested from a model whose gate is in the service."""
     wanted = kwargs.get("output_router_logits")
     if wanted is None:
         wanted = getattr(module.config, "output_router_logits", False)
@@ -119,7 +119,7 @@ def _refuse_router_logits(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _refuse_remote_weights(model: PreTrainedModel, names: Iterable[str], rules: Any) -> None:
-    """Raises ConfigError where weights that are given to a model belong to its remote modules."""
+    """Raises ConfigError when weights that are given to a model belong to its remote modules."""
     remote = remote_modules(model)
     if not remote:
         return
@@ -137,7 +137,7 @@ def _refuse_remote_weights(model: PreTrainedModel, names: Iterable[str], rules: 
 
 
 def _experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The implementation "epserve" of transformers' experts interface, for modules that have their weights here."""
+    """Implements "epserve" of transformers' experts interface, for modules that have their weights here."""
     if BINDING not in vars(self):
         raise ConfigError(
             f"{type(self).__name__} was not loaded with remote experts: call epserve.transformers.connect(address) before"
@@ -152,7 +152,7 @@ def _wants_remote(model: PreTrainedModel) -> bool:
 
 
 def register() -> None:
-    """Tells transformers of the implementation, and wraps two steps of `from_pretrained`."""
+    """Registers the implementation with transformers, and wraps two steps of `from_pretrained`."""
     for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         interface.register(NAME, _experts_forward)
     plan, read = PreTrainedModel._get_dtype_plan, PreTrainedModel._load_pretrained_model

@@ -1,4 +1,4 @@
-"""Calls to a service as operators of torch: compilers and exporters keep a call whole instead of tracing the client.
+"""Makes calls to a service operators of torch: compilers and exporters keep a call whole instead of tracing the client.
 
 `epserve::experts` runs the routed experts of one layer, `epserve::block` a whole MoE block. Both name their service by a string,
 so that a graph holds no connection. A graph that was exported in one process runs in another one after `connect` to the same
@@ -17,7 +17,7 @@ from epserve.errors import ConfigError
 
 
 class Service(Protocol):
-    """A connection that is open: `service.Service`."""
+    """Is the interface of an open connection: `service.Service`."""
 
     def forward(
         self,
@@ -34,7 +34,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def register(service: Service, wanted: str) -> str:
-    """Returns the name by which graphs find `service`: `wanted`, with a number where another open one has it."""
+    """Returns the name by which graphs find `service`: `wanted`, with a number if another open service has that name."""
     name, number = wanted, 1
     while name in _services:
         number += 1
@@ -50,7 +50,7 @@ def forget(name: str) -> None:
 def experts(
     service: str, layer: int, num_experts: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The routed experts of `layer` for hidden states `(..., K)`, ids and weights `(..., t)`.
+    """Runs the routed experts of `layer` for hidden states `(..., K)`, ids and weights `(..., t)`.
 
     Ids from `num_experts` on mean no expert. Raises InvalidRequest for inputs that require a gradient.
     """
@@ -60,7 +60,7 @@ def experts(
 
 
 def block(service: str, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-    """The whole MoE block of `layer`, gate and shared experts too. Raises InvalidRequest for inputs that require a gradient."""
+    """Runs the whole MoE block of `layer`, with gate and shared experts. Raises InvalidRequest for inputs with a gradient."""
     check_no_gradient(hidden, "hidden_states")
     return _block(service, layer, hidden)
 
@@ -70,7 +70,7 @@ def _experts(
     service: str, layer: int, num_experts: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     ids_Mt = ids.reshape(-1, ids.shape[-1])
-    ids_Mt = torch.where(ids_Mt < num_experts, ids_Mt, -1).int()  # transformers: the number of experts = none
+    ids_Mt = torch.where(ids_Mt < num_experts, ids_Mt, -1).int()  # in transformers the id `num_experts` means none
     weights_Mt = weights.reshape(ids_Mt.shape).float()
     return _result(_service(service).forward(layer, _rows(hidden), ids_Mt, weights_Mt), hidden)
 

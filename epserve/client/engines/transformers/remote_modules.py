@@ -1,7 +1,7 @@
-"""Modules whose weights are in the service: they call it, and refuse every write to weights that are not here.
+"""Defines modules whose weights are in the service: they call it, and refuse every write to weights that are not here.
 
-A write that reaches nothing would change the numbers of a local model and not those of the remote one, without an error. So an
-emptied module is of a subclass of its own class that refuses to set, register or load what was taken out, and a stand-in tensor
+A write without effect would change the numbers of a local model and not those of the remote one, without an error. So an
+emptied module has a subclass of its own class that refuses to set, register or load the removed weights, and a stand-in tensor
 in the place of each weight refuses every operation on it.
 """
 
@@ -20,8 +20,8 @@ from epserve.errors import ConfigError
 from . import operators
 from .service import Service
 
-NAME = "epserve"  # of the implementation, in transformers' words
-BINDING = "_epserve_binding"  # attribute of an experts module or an MoE block
+NAME = "epserve"  # transformers' name of the experts implementation
+BINDING = "_epserve_binding"  # an attribute of an experts module or an MoE block
 REMEDY = (
     "change the checkpoint (merge adapters into it), serve that and load the model from it; weights outside the experts can be"
     " changed here"
@@ -30,7 +30,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Where one module's work is done. `service` None: here, the module has its weights."""
+    """Names the place of one module's work. `service` None: the module has its weights and works here."""
 
     service: Service | None
     layer: int = -1
@@ -38,12 +38,12 @@ class Binding:
 
 
 def refuse_write(what: str) -> NoReturn:
-    """Raises ConfigError."""
+    """Raises ConfigError for a write to remote weights."""
     raise ConfigError(f"{what}: these weights are in the service, not in this process; {REMEDY}")
 
 
 class AbsentWeight(torch.Tensor):
-    """Stands for a weight that was taken out: an empty tensor that answers questions about itself and refuses everything else."""
+    """Stands for a removed weight: an empty tensor that answers questions about itself and refuses everything else."""
 
     _label: str
 
@@ -93,7 +93,7 @@ def _flattened(value: Any) -> Iterator[Any]:
 
 
 class RemoteModule(nn.Module):
-    """Mixed into the class of every emptied module."""
+    """Is mixed into the class of every emptied module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse(name, "set")
@@ -124,7 +124,7 @@ class RemoteModule(nn.Module):
 
 
 class RemoteExperts(RemoteModule):
-    """Mixed into the class of an experts module whose work is done in the service."""
+    """Is mixed into the class of an experts module whose work is done in the service."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -138,7 +138,7 @@ class RemoteExperts(RemoteModule):
 
 
 class RemoteBlock(RemoteModule):
-    """Mixed into the class of an MoE block that the service runs whole: gate, experts and shared experts."""
+    """Is mixed into the class of an MoE block that the service runs whole: gate, experts and shared experts."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         binding: Binding = getattr(self, BINDING)
@@ -147,7 +147,7 @@ class RemoteBlock(RemoteModule):
 
 
 def check_implementation(config: Any) -> None:
-    """Raises ConfigError where another experts implementation was set after loading."""
+    """Raises ConfigError when another experts implementation was set after loading."""
     wanted = getattr(config, "_experts_implementation", NAME)
     if wanted != NAME:
         raise ConfigError(
@@ -166,12 +166,12 @@ def bind(module: nn.Module, name: str, binding: Binding, mixin: type[RemoteModul
 
 
 def remote_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The emptied modules of `model` by name; empty for a model that is here as a whole."""
+    """Returns the emptied modules of `model` by name. There are none in a model that is entirely local."""
     return {name: module for name, module in model.named_modules() if isinstance(module, RemoteModule)}
 
 
 def weights_of(name: str, module: nn.Module) -> list[str]:
-    """The names of the weights that were taken out of this module itself."""
+    """Returns the names of the weights that were taken out of this module itself."""
     return [f"{name}.{key}" for key, value in vars(module).items() if isinstance(value, AbsentWeight)]
 
 
@@ -197,5 +197,5 @@ def _empty(path: str, part: nn.Module) -> set[str]:
 
 @functools.cache
 def _subclass(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
-    """Of the same name: transformers and accelerate look for classes by theirs."""
+    """Returns a subclass of the same name, since transformers and accelerate look for classes by name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

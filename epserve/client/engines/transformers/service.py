@@ -1,4 +1,4 @@
-"""The services of this process's models: what a Session lacks for transformers, and which one a model gets that is loaded."""
+"""Connects models of transformers to services, and chooses the service of a model that is loaded."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from . import operators
 
 
 class Service:
-    """A connection that models use for their experts. Made by `connect`; `close` it when the models are done."""
+    """Is a connection that models use for their experts. `connect` makes it. `close` it when the models are done."""
 
     def __init__(self, session: Session, *, gate: str):
         self.session, self.gate = session, gate
         target = getattr(session.transport, "target", type(session.transport).__name__)
         self.name = operators.register(self, f"{target}, gate {gate}, checkpoint {self.model.fingerprint[:12]}")
-        """By which compiled and exported graphs find it."""
+        """The name by which compiled and exported graphs find the service."""
 
     @property
     def model(self) -> Any:
-        """GetModelReply: what is served, and the limits of a request."""
+        """Returns the GetModelReply: the served model, and the limits of a request."""
         return self.session.model
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one request; longer batches become several."""
+        """Returns the most tokens of one request. Longer batches become several requests."""
         return self.session.max_tokens
 
     def forward(
@@ -43,7 +43,7 @@ class Service:
         ids_Mt: torch.Tensor | None = None,
         weights_Mt: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One layer for `(M, K)`; pieces of a batch above the limit are under way at the same time."""
+        """Runs one layer for `(M, K)`. Pieces of a batch above the limit are in flight at the same time."""
         return self.session.layer(layer).forward(hidden_MK, ids_Mt, weights_Mt)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Service:
             self.session.close()
 
     def __deepcopy__(self, memo: dict) -> Service:
-        """Copies of a model share its service."""
+        """Returns the service itself: copies of a model share it."""
         return self
 
     def __enter__(self) -> Service:
@@ -76,14 +76,17 @@ def connect(
     gate: str = "local",
     shared_memory_bytes: int = 0,
 ) -> Service:
-    """Connect to a service at "host:port". Until it is closed, models loaded with "epserve" use it (the last one opened).
+    """Connects to a service at "host:port". Until it is closed, models loaded with "epserve" use it (the last one opened).
 
-    target: an address, or an object with the methods of `epserve.client.Client`.
-    options: token, TLS, priority, balance; its timeout and retries are replaced by `retry_for_s`.
-    gate: "local": this process gates and computes shared experts. "remote": the service does both, and their weights are
-    not loaded here either; for families whose block returns hidden states only.
-    shared_memory_bytes: for a service on this host: tensors go through so much shared memory instead of messages.
-    Raises EpserveError where the service cannot be reached.
+    Args:
+        target: an address, or an object with the methods of `epserve.client.Client`.
+        options: token, TLS, priority, balance. `retry_for_s` replaces its timeout and retries.
+        gate: "local": this process gates and computes shared experts. "remote": the service does both, and their weights are
+            not loaded here either. It is for families whose block returns hidden states only.
+        shared_memory_bytes: with a service on this host, tensors go through this much shared memory instead of messages.
+
+    Raises:
+        EpserveError: the service cannot be reached.
     """
     if gate not in ("local", "remote"):
         raise ConfigError(f"gate must be 'local' or 'remote', got {gate!r}")
@@ -97,7 +100,7 @@ def connect(
 
 @contextmanager
 def use(service: Service) -> Iterator[None]:
-    """Within the block models are loaded for `service`, whichever others are open."""
+    """Loads models within the block for `service`, even if other services are open."""
     token = _loading.set(service)
     try:
         yield
@@ -106,7 +109,7 @@ def use(service: Service) -> Iterator[None]:
 
 
 def current() -> Service:
-    """The service that a model which is loaded now belongs to. Raises ConfigError where none is open."""
+    """Returns the service for a model that is loaded now. Raises ConfigError when none is open."""
     service = _loading.get() or (_open[-1] if _open else None)
     if service is None:
         raise ConfigError(

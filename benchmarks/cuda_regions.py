@@ -111,7 +111,7 @@ def config_of(folder: Path, args, world: int) -> Config:
             "model": {"path": str(folder)},
             "engine": {
                 "ranks": world, "device": "cpu" if args.cpu else "cuda", "max_tokens_per_rank": args.tokens, "standbys": 0,
-                "cuda_graph_tokens": [args.small] if args.graphs else [],
+                "cuda_graph_tokens": [] if args.eager else "auto",
             },
             "scheduler": {"max_step_tokens": args.tokens * world, "max_queued_tokens": 1 << 20},
             "server": {"port": 0, "max_buffered_bytes": 1 << 34},
@@ -364,7 +364,8 @@ async def serve(folder: Path, args, world: int) -> dict[str, Any]:
             bench, found = Bench(engine, pipes, args), {}
             for way in WAYS:
                 found[way] = {"throughput": await bench.throughput(way, pipes), "latency": await bench.latency(way)}
-            found["backends"] = engine.status().backends.splitlines()[0]
+            told = engine.status().backends.splitlines()
+            found["backends"], found["graphs"] = told[0], [line for line in told if "graph" in line]
             for pipe in pipes:
                 pipe.send(("end", ""))
             return found
@@ -399,6 +400,8 @@ def one_scheme(scheme: str, args, world: int) -> dict[str, Any]:
 def show(result: dict[str, Any], args) -> None:
     kernel, service = result["kernel"], result["service"]
     print(f"{result['scheme']}: {kernel['backends']}")
+    for line in service["graphs"]:
+        print(f"  {line.strip()}")
     print(f"  kernel alone: {kernel['tokens_per_s']:,.0f} tokens/s ({1e3 * kernel['full_step_s']:.2f} ms a step of"
           f" {args.tokens} tokens a rank); {args.small} tokens on one rank {1e6 * kernel['small_waited_s']:.0f} us")  # fmt: skip
     for way in WAYS:
@@ -417,7 +420,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each client, and so on each rank")
     parser.add_argument("--small", type=int, default=128, help="tokens of the latency's calls")
     parser.add_argument("--depth", type=int, default=3, help="calls of each client in flight")
-    parser.add_argument("--graphs", action="store_true", help="the small step as a CUDA graph")
+    parser.add_argument("--eager", action="store_true", help="no step as a CUDA graph")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of throughput")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--schemes", nargs="+", choices=synthetic.SCHEMES, default=list(synthetic.SCHEMES))
@@ -439,7 +442,7 @@ def main() -> None:
         }
         gpu = "" if args.cpu else torch.cuda.get_device_name()
         meta = {"ranks": world, "gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), **sizes}
-        meta |= {"depth": args.depth, "graphs": args.graphs, "commit": args.commit, "date": time.strftime("%Y-%m-%d")}
+        meta |= {"depth": args.depth, "eager": args.eager, "commit": args.commit, "date": time.strftime("%Y-%m-%d")}
         reports.save(args.json, {"meta": meta, "rows": rows})
 
 

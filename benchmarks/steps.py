@@ -43,7 +43,7 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.gathering import gather
 from epserve.modular_kernel.measured.crossover import example, measure, meet
-from epserve.modular_kernel.steps.graphs import StepGraphs
+from epserve.modular_kernel.steps.graphs import StepGraphs, kernel_step
 from epserve.modular_kernel.steps.in_flight import TwoInFlight
 
 PATHS = (("nvlink", "triton"), ("all_to_all", "triton"), ("allgather_reducescatter", "triton"), ("deepep_ht", "triton"),
@@ -104,10 +104,11 @@ class Candidate:
             ranks.device.type == "cuda" and pf.capability.cuda_graph and self.kernel.fused_experts.capability.cuda_graph
         )
         buckets = [each for each in args.tokens if each <= min(self.cap, args.graph_tokens)] if graphed else []
-        self.graphs = StepGraphs(self.kernel.forward, ranks, spec, buckets) if buckets else None
+        self.graphs = StepGraphs(ranks, spec, buckets) if buckets else None
         if self.graphs is not None:
-            self.graphs.warm(self.weights, self.shared)
-            self.graphs.capture("layer", self.weights, self.shared)
+            step = kernel_step(self.kernel.forward, self.weights, self.shared, ranks.world_size)
+            self.graphs.warm(step)
+            self.graphs.capture("layer", step)
 
     def close(self) -> None:
         self.graphs = None
@@ -137,7 +138,7 @@ def one_size(candidate: Candidate, num_tokens: int) -> dict[str, float]:
         ways["in flight"] = lambda: two.forward(x, routing, **named)
     graphs = candidate.graphs
     if graphs is not None and num_tokens in graphs.buckets:
-        ways["graph"] = lambda: graphs.replay("layer", x, routing, shared=shared is not None, bucket=num_tokens)
+        ways["graph"] = lambda: graphs.replay("layer", num_tokens, x, routing)
     outs = {way: run() for way, run in ways.items()}
     for one, other in (("halves", "in flight"), ("eager", "graph")):
         if other in outs and not torch.equal(outs[one], outs[other]):

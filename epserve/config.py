@@ -66,9 +66,10 @@ class EngineConfig(_Section):
     """2: a step runs as two halves, and one's communication hides behind the other's experts."""
     overlap_min_tokens: Annotated[int, Field(ge=2)] = 512
     """With two batches in flight: steps whose busiest rank has fewer tokens are not cut in halves."""
-    cuda_graph_tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Sizes for which steps are captured as CUDA graphs at warm-up: tokens of the busiest rank, ascending, such as
-    [1, 8, 32, 128]. A step is padded to the next size. Larger steps, and all steps on the CPU, run eagerly. Empty: none."""
+    cuda_graph_tokens: Literal["auto"] | tuple[Annotated[int, Field(ge=1)], ...] = "auto"
+    """Sizes for which whole steps are captured as CUDA graphs at warm-up: tokens of the busiest rank, ascending, such as
+    [1, 8, 32, 128]. A step is padded to the next size. Larger steps, and all steps on the CPU, run eagerly. auto: sizes up to
+    512 if the backends can be captured, each kept if the ranks measure that it is faster. Empty: none."""
     experts: str = "auto"
     """Name of an experts backend, or auto: each rank takes, among the backends that fit, the one that was fastest there for
     its number of rows. With combine_order slot, auto takes the first backend that fits, for all numbers of rows."""
@@ -128,11 +129,12 @@ class EngineConfig(_Section):
                 f"experts_tiles_timing_s {self.experts_tiles_timing_s:g} is for experts_tiles auto, which is"
                 f" {str(self.experts_tiles)!r}; set one of them to its default"
             )
-        if list(self.cuda_graph_tokens) != sorted(set(self.cuda_graph_tokens)):
-            raise ValueError(f"cuda_graph_tokens must be ascending and distinct, got {list(self.cuda_graph_tokens)}")
+        sizes = () if self.cuda_graph_tokens == "auto" else self.cuda_graph_tokens
+        if list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"cuda_graph_tokens must be ascending and distinct, got {list(sizes)}")
         if self.ranks % self.tensor_parallel:
             raise ValueError(f"ranks {self.ranks} do not divide by tensor_parallel {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and self.cuda_graph_tokens:
+        if self.tensor_parallel > 1 and sizes:
             raise ValueError(
                 "cuda_graph_tokens: steps of ranks that share experts run eagerly, so tensor_parallel must be 1"
             )

@@ -117,7 +117,7 @@ def plan(
 
 
 def _show_plan(found) -> None:
-    names = ("weights", "dense", "workspaces", "buffers", "in_flight", "runtime", "total")
+    names = ("weights", "dense", "workspaces", "buffers", "in_flight", "graphs", "runtime", "total")
     unit, name = (1 << 30, "GiB") if found.worst.total >= 8 << 30 else (1 << 20, "MiB")
     table = Table(box=None, padding=(0, 1, 0, 0))
     for title in ("rank", "experts", *(name.replace("_", " ") for name in names)):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -25,6 +27,19 @@ Later = Callable[[], Reply]
 Answer = Callable[[dict, list[torch.Tensor], torch.Tensor | None], Reply | Later]
 """(header, tensors, where the result goes or None) -> the answer, now or later."""
 MOST_LATER = 4  # answers that are waited for; the engine has two steps under way
+WATCHED_S = 0.005
+"""A result that comes within this time, with no frame behind it, is answered by the step thread. Another thread would have to
+wake up for it."""
+
+
+class Watched:
+    """A result that comes later, of which `ready` tells whether it is there. Calling it waits, once. Neither raises."""
+
+    def __init__(self, wait: Later, ready: Callable[[], bool]):
+        self._wait, self.ready = wait, ready
+
+    def __call__(self) -> Reply:
+        return self._wait()
 
 
 class StepServer:
@@ -86,18 +101,30 @@ class _Answers:
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
+        self._frames = select.poll()
+        self._frames.register(sock, select.POLLIN)
         self._queue: queue.Queue[Reply | Later | None] = queue.Queue(MOST_LATER)
         self._thread: threading.Thread | None = None
 
     def add(self, answer: Reply | Later) -> None:
         """Raises OSError when the connection has ended."""
-        if not callable(answer) and self._queue.unfinished_tasks == 0:
-            wire.send(self._sock, *answer)
+        if self._queue.unfinished_tasks == 0 and self._comes_at_once(answer):
+            wire.send(self._sock, *(answer() if callable(answer) else answer))
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._send, name="answers", daemon=True)
             self._thread.start()
         self._queue.put(answer)
+
+    def _comes_at_once(self, answer: Reply | Later) -> bool:
+        """Waits until the result is there, the next frame comes, or WATCHED_S have passed."""
+        if not isinstance(answer, Watched):
+            return not callable(answer)
+        end = time.monotonic() + WATCHED_S
+        while not answer.ready():
+            if self._frames.poll(0) or time.monotonic() > end:
+                return False
+        return True
 
     def close(self) -> None:
         """Returns when nothing is waited for any more."""

@@ -173,8 +173,9 @@ class StepRows:
         """Part whose result went into a region -> its rows that hold NaN or infinity there."""
         self._x_MK: torch.Tensor | None = None
         self._sums: dict[int, torch.Tensor] = {}
-        self._totals = torch.empty(0)
         self._largest: dict[int, torch.Tensor] = {}
+        self._found = torch.empty(0)
+        """The sums, then the largest values of each part, in host memory."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
         x_MK = self._x_MK = torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -200,20 +201,19 @@ class StepRows:
                 try:
                     made_MK = rows_MK.to(part.target.dtype)
                     self._regions.view(part.target, *rows_MK.shape).copy_(made_MK, non_blocking=True)
-                    self._largest[number] = _to_host(_largest(made_MK))
+                    self._largest[number] = _largest(made_MK)
                 except Refused as error:
                     self._refuse(number, error)
-        pinned = y_MK.device.type == "cuda"
         if out_MK is None:
-            shape = (sum(map(len, home)), y_MK.shape[1])
-            out_MK = torch.empty(shape, dtype=y_MK.dtype, pin_memory=pinned)
+            rows = sum(map(len, home))
+            pinned = y_MK.device.type == "cuda" and rows > 0
+            out_MK = torch.empty((rows, y_MK.shape[1]), dtype=y_MK.dtype, pin_memory=pinned)
         at = 0
         for rows_MK in home:
             out_MK[at : at + len(rows_MK)].copy_(rows_MK, non_blocking=True)
             at += len(rows_MK)
-        if self._sums:
-            self._totals = torch.empty(len(self._sums), pin_memory=pinned)
-            self._totals.copy_(torch.stack(list(self._sums.values())), non_blocking=True)
+        if found := [each.reshape(1) for each in self._sums.values()] + list(self._largest.values()):
+            self._found = _to_host(torch.cat(found))  # one copy for all
         return out_MK
 
     def finish(self) -> None:
@@ -221,11 +221,15 @@ class StepRows:
 
         The caller has waited for the results.
         """
-        for number, total in zip(self._sums, self._totals.tolist(), strict=True):
-            if not math.isfinite(total):
+        wrong = self._found.isfinite().logical_not_()
+        if not wrong.any():
+            return
+        of_sums, *of_rows = wrong.split([len(self._sums), *map(len, self._largest.values())])
+        for number, suspect in zip(self._sums, of_sums.tolist(), strict=True):
+            if suspect:
                 self._look_at(number)
-        for number, largest_M in self._largest.items():
-            if rows := largest_M.isfinite().logical_not().nonzero().flatten().tolist():
+        for number, wrong_M in zip(self._largest, of_rows, strict=True):
+            if rows := wrong_M.nonzero().flatten().tolist():
                 self.not_finite[number] = rows
 
     def _look_at(self, number: int) -> None:

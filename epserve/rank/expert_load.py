@@ -6,7 +6,8 @@ L served layers, E logical experts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ class LoadCounter:
             row_E1.scatter_add_(0, slots, torch.ones_like(slots))
         else:
             row_E1 += torch.bincount(slots + 1, minlength=len(row_E1))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Steps within do not count."""
+        before_LE1 = self._counts_LE1.clone()
+        try:
+            yield
+        finally:
+            self._counts_LE1.copy_(before_LE1)
 
     def read(self) -> bytes:
         """`(L, E)` int64, row-major. On CUDA the counts of the read before, copied meanwhile on a stream of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
@@ -9,15 +10,16 @@ import torch
 from epserve.config import Config
 from epserve.models import LayerWeights
 from epserve.modular_kernel import ExpertWeights, RankContext, Routing
-from epserve.modular_kernel.kernel import SharedExperts
+from epserve.modular_kernel.gathering import gather
 from epserve.modular_kernel.measured.known_times import KnownTimes
 from epserve.modular_kernel.measured.selection import Choice
+from epserve.modular_kernel.steps import worth
 
-from .kernels import OnPhase, RankKernels
+from .kernels import OnPhase, RankKernels, Replay
+from .layer_step import Key, LayerStep
 from .setup.plan import RankPlan
 
-Key = tuple[int, Hashable]
-"""A layer, and the version of its placement."""
+log = logging.getLogger(__name__)
 
 
 class LayerKernels:
@@ -58,8 +60,8 @@ class LayerKernels:
     def prepare_weights(self, layer: int, experts: ExpertWeights) -> ExpertWeights:
         return self.of(layer).prepare_weights(experts)
 
-    def warm_up(self, layers: Mapping[int, LayerWeights], on_phase: OnPhase) -> None:
-        """Warms up each group with any of its layers. Collective."""
+    def warm_up(self, layers: Mapping[int, Sequence[LayerStep]], on_phase: OnPhase) -> None:
+        """Warms up each group with the steps of any of its layers. Collective."""
         for kernels, layer in self._examples(layers):
             kernels.warm_up(layers[layer], on_phase)
 
@@ -71,34 +73,55 @@ class LayerKernels:
             for line in kernels.time_experts(layers[layer].experts, again)
         ]
 
-    def _examples(self, layers: Mapping[int, LayerWeights]) -> list[tuple[RankKernels, int]]:
+    def _examples(self, layers: Iterable[int]) -> list[tuple[RankKernels, int]]:
         found: dict[int, tuple[RankKernels, int]] = {}
         for layer in layers:
             found.setdefault(id(self.of(layer)), (self.of(layer), layer))
         return list(found.values())
 
-    def capture(self, layers: Iterable[tuple[Key, LayerWeights]]) -> None:
-        for key, weights in layers:
-            self.of(key[0]).capture([(key, weights)])
+    def capture(self, steps: Iterable[LayerStep]) -> None:
+        """Captures the graphs of these steps. Not collective, but every rank has to."""
+        of_group: dict[int, list[LayerStep]] = {}
+        for step in steps:
+            of_group.setdefault(id(self.of(step.layer)), []).append(step)
+        for kernels in self.groups:
+            kernels.capture(of_group.get(id(kernels), []))
+            for line in kernels.graph_notes():
+                log.info(line)
+
+    def capture_all(self, steps: Iterable[LayerStep], ranks: RankContext) -> None:
+        """Captures all graphs of a start. Collective.
+
+        Where the configuration asks for no graphs by size, ranks go on without any when one of them cannot capture them all.
+        """
+        if not any(kernels.has_graphs for kernels in self.groups):
+            return
+        reason = None
+        try:
+            self.capture(steps)
+        except Exception as error:
+            if not self.first.first.auto_graphs:
+                raise
+            log.warning("graphs cannot be captured", exc_info=True)
+            reason = f"rank {ranks.rank} cannot capture them all ({worth.short(error)})"
+        if not self.first.first.auto_graphs:
+            return
+        found = next((each for each in gather(ranks, reason) if each is not None), None)
+        if found is not None:
+            for kernels in self.groups:
+                kernels.drop_graphs(found)
 
     def keep_graphs(self, keys: set[Hashable]) -> None:
         for kernels in self.groups:
             kernels.keep_graphs(keys)
 
-    def forward(
-        self,
-        key: Key,
-        x_MK: torch.Tensor,
-        routing: Routing,
-        *,
-        weights: ExpertWeights,
-        tokens_per_rank: Sequence[int],
-        shared_experts: SharedExperts | None,
-    ) -> torch.Tensor:
-        """Runs one step on the kernels of the key's layer. Collective."""
-        return self.of(key[0]).forward(
-            key, x_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, shared_experts=shared_experts
-        )
+    def graph(self, key: Key, tokens_per_rank: Sequence[int]) -> Replay | None:
+        """Returns what replays the graph of a step. None: there is none, on all ranks alike."""
+        return self.of(key[0]).path_of(tokens_per_rank).graph(key, tokens_per_rank)
+
+    def eager(self, layer: int, x_MK: torch.Tensor, routing: Routing, **arguments) -> torch.Tensor:
+        """Runs a step behind its gate, by physical ids, on the kernels of its layer. Collective."""
+        return self.of(layer).path_of(arguments["tokens_per_rank"]).eager(x_MK, routing, **arguments)
 
     def check(self) -> None:
         """Raises RankFailed."""

@@ -142,19 +142,19 @@ class Placement:
         return self._tables[device]
 
 
-def to_physical(routing: Routing, placement: Placement, *, token_offset: int = 0) -> Routing:
+def to_physical(routing: Routing, placement: Placement, *, token_offset: int | torch.Tensor = 0) -> Routing:
     """Maps logical ids to physical ids. -1 stays -1, and weights stay as they are.
 
     Token number `token_offset + row` takes replica number `token % replicas` of each of its experts. The choice depends
     only on the token's place in the batch, so a replay chooses the same replicas, and equal ids in one row stay equal.
-    Ids must lie in -1 .. E-1 (see `check_routing`).
+    Ids must lie in -1 .. E-1 (see `check_routing`). `token_offset` may lie on the device, as `(1,)`: then nothing waits for it.
     """
     if placement.is_identity:
         return routing
     ids_Mt = routing.ids_Mt.long()
     slots_EL, counts_E = placement.tables(ids_Mt.device)
     known_Mt = ids_Mt.clamp(min=0)  # -1 looks up expert 0 and is masked again below
-    token_M1 = torch.arange(token_offset, token_offset + ids_Mt.shape[0], device=ids_Mt.device).unsqueeze(1)
+    token_M1 = (torch.arange(ids_Mt.shape[0], device=ids_Mt.device) + token_offset).unsqueeze(1)
     physical_Mt = slots_EL[known_Mt, token_M1 % counts_E[known_Mt]]
     return Routing(ids_Mt=physical_Mt.masked_fill_(ids_Mt < 0, -1), weights_Mt=routing.weights_Mt)
 

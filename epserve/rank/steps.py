@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from epserve.link.failure import from_exception
-from epserve.link.step_server import Later, Reply
+from epserve.link.step_server import Later, Reply, Watched
 from epserve.process.phases import COPY_OUT, IDLE
 
 from .device_memory import RankRegions, StepRows, from_json
@@ -68,9 +68,9 @@ class RankSteps:
                 assert worker is not None
                 if torch.get_num_threads() != self.threads:
                     torch.set_num_threads(self.threads)
-                wait = self._begin(worker, header, tensors, out)
-                later = functools.partial(self._end, rank, step, header["generation"], wait, tensors)
-                return later if overlaps else later()
+                begun = self._begin(worker, header, tensors, out)
+                later = functools.partial(self._end, rank, step, header["generation"], begun, tensors)
+                return Watched(later, begun.ready) if overlaps else later()
             except Exception as error:
                 failure = from_exception(error, rank=rank, phase="step").as_json()
                 self.step = -1
@@ -86,7 +86,7 @@ class RankSteps:
                 log.exception("opening or closing a client's memory")
                 return {"failure": from_exception(error, rank=rank, phase="region").as_json()}
 
-    def _begin(self, worker: Worker, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Later:
+    def _begin(self, worker: Worker, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Watched:
         """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
         generation = header["generation"]
         if generation != self.generation:
@@ -135,7 +135,7 @@ class RankSteps:
             return told, [home] if out is None else []
 
         self._begun.put(plan.step)
-        return wait
+        return Watched(wait, ended.query if ended is not None else lambda: True)
 
     def _end(self, rank: int, step: int, generation: int, wait: Later, _tensors: list[torch.Tensor]) -> Reply:
         """The answer of a step that has begun. `_tensors`: the device may read them until then."""

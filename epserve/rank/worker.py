@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -35,7 +36,8 @@ from .expert_load import LoadCounter
 from .gate import fitted, route, whole
 from .gate import warm_up as warm_up_gate
 from .layer_kernels import LayerKernels
-from .placement import Placement, left_out, to_physical
+from .layer_step import BLOCK, LayerStep, modes_of
+from .placement import Placement, left_out
 from .reports import Loading
 from .setup import plan as rank_plan
 from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
@@ -165,17 +167,18 @@ class Worker:
         assert self._layers, "load() comes first"
         self.phase = "warm-up"
         self._build()
-        with torch.no_grad():
+        steps = {layer: self._steps(layer, self.placements[layer], weights) for layer, weights in self._layers.items()}
+        with torch.no_grad(), self.load_counter.kept():
             for weights in self._layers.values():
                 warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype)
             first = next(iter(self._layers.values()))
-            self.kernels.warm_up(self._layers, self.clock.enter)
+            self.kernels.warm_up(steps, self.clock.enter)
             if first.shared is not None:
                 first.shared.warm_up()
         tokens = (WARM_UP_TOKENS,) * self.ranks.world_size
         shape = self.plan.spec.shape
         x_MK = torch.zeros((WARM_UP_TOKENS, shape.hidden), dtype=shape.dtype)
-        mode = "routed" if self.info.gate.scoring == "client" else "block"
+        mode = modes_of(self.info.gate)[0]
         routed = (WARM_UP_TOKENS, self.info.top_k)
         ids_Mt, weights_Mt = torch.zeros(routed, dtype=torch.int32), torch.ones(routed)
         counters = self.counters
@@ -184,7 +187,8 @@ class Worker:
             plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
             self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
         self.counters = counters
-        self._capture({layer: (self.placements[layer].version, weights) for layer, weights in self._layers.items()})
+        with torch.no_grad():
+            self.kernels.capture_all((each for of_layer in steps.values() for each in of_layer), self.ranks)
         if (counter := compile_counter()) is not None:
             counter.ready()
         self.phase = IDLE
@@ -351,7 +355,8 @@ class Worker:
         would not understand each other.
         """
         if (staged := self._staged.get(layer)) is not None:
-            self._capture({layer: (staged.placement.version, staged.weights)})
+            with torch.no_grad():
+                self.kernels.capture(self._steps(layer, staged.placement, staged.weights))
 
     def adopt(self, layer: int, version: int) -> None:
         """Makes the staged placement the present one. No step of the old placement may follow.
@@ -389,31 +394,53 @@ class Worker:
         self._staged.clear()
         self.kernels.destroy()
 
-    def _step(self, plan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
+    def _step(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
         placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
-        device, shared = self.ranks.device, None
+        given = None if plan.mode == BLOCK else Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
+        first = sum(plan.tokens_per_rank[: self.ranks.rank])
         self.phase = "copy in"
+        replay = self.kernels.graph((plan.layer, plan.placement, plan.mode), plan.tokens_per_rank)
+        if replay is not None:
+            self.left_out = {}
+            # What lies in one tensor is copied straight into the graph's own.
+            rows_MK = x_MK if isinstance(x_MK, torch.Tensor) else x_MK.to(self.ranks.device, non_blocking=True)
+            out_MK = replay(rows_MK, None if given is None else whole(given, self.info.top_k), first)
+        else:
+            out_MK = self._eager_step(
+                self._layer_step(plan.layer, plan.mode, placement, weights), plan, x_MK, given, first
+            )
+        done, top_k = self.counters, self.info.top_k if given is None else given.ids_Mt.shape[1]
+        tokens = out_MK.shape[0]
+        self.counters = Counters(
+            steps=done.steps + 1, tokens=done.tokens + tokens, slots=done.slots + tokens * top_k
+        )  # fmt: skip
+        return out_MK
+
+    def _eager_step(
+        self, step: LayerStep, plan: StepPlan, x_MK: torch.Tensor | Rows, given: Routing | None, first: int
+    ) -> torch.Tensor:
+        device = self.ranks.device
         x_MK = x_MK.to(device, non_blocking=True)
         self.phase = "gate"
-        if plan.mode == "block":
-            routing, shared = route(x_MK, weights.gate, self.info.gate), weights.shared
+        if given is None:
+            logical = route(x_MK, step.weights.gate, step.gate)
         else:
-            ids_Mt, weights_Mt = (each.to(device, non_blocking=True).contiguous() for each in (ids_Mt, weights_Mt))
-            routing = Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
-        first = sum(plan.tokens_per_rank[: self.ranks.rank])
-        physical = to_physical(routing, placement, token_offset=first)
+            ids_Mt, weights_Mt = (each.to(device, non_blocking=True) for each in (given.ids_Mt, given.weights_Mt))
+            logical = Routing(ids_Mt=ids_Mt.contiguous(), weights_Mt=weights_Mt.contiguous())
         if plan.step >= 0:  # warm-up's tokens do not count as load
-            self.load_counter.add(plan.layer, routing.ids_Mt)
-            self.left_out = left_out(routing.ids_Mt, placement, plan.parts or (len(x_MK),))
-        out_MK = self.kernels.forward(
-            (plan.layer, plan.placement), x_MK, whole(physical, self.info.top_k), weights=weights.experts,
-            tokens_per_rank=plan.tokens_per_rank, shared_experts=shared,
-        )  # fmt: skip
-        done = self.counters
-        self.counters = Counters(
-            steps=done.steps + 1, tokens=done.tokens + x_MK.shape[0], slots=done.slots + routing.ids_Mt.numel()
+            self.load_counter.add(plan.layer, logical.ids_Mt)
+            self.left_out = left_out(logical.ids_Mt, step.placement, plan.parts or (len(x_MK),))
+        eager = partial(self.kernels.eager, plan.layer)
+        return step.compute(eager, x_MK, logical, plan.tokens_per_rank, first)
+
+    def _layer_step(self, layer: int, mode: str, placement: Placement, weights: LayerWeights) -> LayerStep:
+        return LayerStep(
+            layer=layer, mode=mode, placement=placement, weights=weights, gate=self.info.gate, counter=self.load_counter
         )
-        return out_MK
+
+    def _steps(self, layer: int, placement: Placement, weights: LayerWeights) -> tuple[LayerStep, ...]:
+        """Returns the layer's step in every mode in which it can be asked for."""
+        return tuple(self._layer_step(layer, mode, placement, weights) for mode in modes_of(self.info.gate))
 
     def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
         """Checks the tensors against the plan. A mismatch is a defect of the scheduler, not of a caller."""
@@ -451,13 +478,10 @@ class Worker:
             self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(layer, weights.experts))
         self._unprepared.clear()
 
-    def _capture(self, layers: Mapping[int, tuple[int, LayerWeights]]) -> None:
-        with torch.no_grad():
-            self.kernels.capture(((layer, version), weights) for layer, (version, weights) in layers.items())
-
     def _keep_graphs(self) -> None:
-        keys = {(layer, self.placements[layer].version) for layer in self._layers}
-        self.kernels.keep_graphs(keys | {(layer, each.placement.version) for layer, each in self._staged.items()})
+        held = [(layer, self.placements[layer].version) for layer in self._layers]
+        held += [(layer, each.placement.version) for layer, each in self._staged.items()]
+        self.kernels.keep_graphs({(*each, mode) for each in held for mode in modes_of(self.info.gate)})
 
     @property
     def _staging_margin(self) -> float:

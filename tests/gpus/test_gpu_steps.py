@@ -27,7 +27,7 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
-from epserve.modular_kernel.steps.graphs import StepGraphs
+from epserve.modular_kernel.steps.graphs import StepGraphs, kernel_step
 from epserve.modular_kernel.steps.in_flight import TwoInFlight
 from epserve.rank.step import StepPlan
 from tests.rank.test_worker import make_worker
@@ -114,10 +114,11 @@ def graphs_on_ranks(ranks: RankContext, pf_name: str, experts_name: str, in_flig
         "b": (kernel.fused_experts.prepare_weights(other), lambda x: torch.tanh(x @ shared_KK)),
     }
     with torch.no_grad():
-        graphs = StepGraphs(forward, ranks, spec, BUCKETS)
-        for key, (of_layer, shared) in layers.items():
-            graphs.warm(of_layer, shared)
-            graphs.capture(key, of_layer, shared)
+        graphs = StepGraphs(ranks, spec, BUCKETS)
+        runs = {key: kernel_step(forward, *of_layer, ranks.world_size) for key, of_layer in layers.items()}
+        for key, run in runs.items():
+            graphs.warm(run)
+            graphs.capture(key, run)
         same = random.Random(5)
         for step in range(STEPS):
             longest = same.choice(BUCKETS)
@@ -125,8 +126,8 @@ def graphs_on_ranks(ranks: RankContext, pf_name: str, experts_name: str, in_flig
             key = same.choice("ab")
             bucket, (of_layer, shared) = graphs.bucket(counts), layers[key]
             x, routing = batch_of(spec, counts[ranks.rank], 100 * step + ranks.rank, ranks.device)
-            replayed = graphs.replay(key, x, routing, shared=shared is not None, bucket=bucket)
-            eager = graphs.padded_eager(x, routing, of_layer, shared, bucket)
+            replayed = graphs.replay(key, bucket, x, routing)
+            eager = graphs.padded_eager(runs[key], bucket, x, routing)
             plain = kernel.forward(x, routing, weights=of_layer, tokens_per_rank=counts, shared_experts=shared)
             kernel.prepare_finalize.check()
             assert torch.equal(replayed, eager), f"step {step}, {counts} tokens in bucket {bucket}: other bits"
@@ -181,26 +182,27 @@ def captures_after_trouble(ranks: RankContext, trouble: str) -> None:
     def refuse() -> None:
         raise ConfigError("refused inside a capture")
 
-    graphs, stream, kept = StepGraphs(forward, ranks, spec, BUCKETS), torch.cuda.current_stream(), []
+    graphs, stream, kept = StepGraphs(ranks, spec, BUCKETS), torch.cuda.current_stream(), []
+    run = kernel_step(forward, weights, None)
     with torch.no_grad():
-        graphs.warm(weights, None)
+        graphs.warm(run)
         for _ in range(3):
-            graphs.capture("a", weights, None)
+            graphs.capture("a", run)
             x, routing = batch_of(spec, 5, 1, ranks.device)
-            kept.append(graphs.replay("a", x, routing, shared=False, bucket=8))
+            kept.append(graphs.replay("a", 8, x, routing))
             if trouble == "all dropped":
                 graphs.drop("a")
             else:
                 armed.append(refuse if trouble == "an error" else torch.cuda.synchronize)  # the latter breaks a capture
                 with pytest.raises((ConfigError, RuntimeError)) as caught:
-                    graphs.capture("b", weights, None)
+                    graphs.capture("b", run)
                 assert "use_count" not in str(caught.value), caught.value
                 armed.clear()
             assert len(graphs) == 0 and torch.cuda.current_stream() == stream
             assert memory_comes_back(ranks.device), "the allocator takes the broken capture for one under way"
-        graphs.capture("c", weights, None)
-        again = graphs.replay("c", x, routing, shared=False, bucket=8)
-        assert torch.equal(again, graphs.padded_eager(x, routing, weights, None, 8))
+        graphs.capture("c", run)
+        again = graphs.replay("c", 8, x, routing)
+        assert torch.equal(again, graphs.padded_eager(run, 8, x, routing))
         assert all(torch.equal(again, each) for each in kept)
     manager.destroy()
 
@@ -213,10 +215,11 @@ def test_captures_after_trouble(trouble):
 def capture_high_throughput(ranks: RankContext) -> None:
     manager, kernel, weights = kernel_of(ranks, "deepep_ht", "triton", BUCKETS[-1])
     with torch.no_grad():
-        graphs = StepGraphs(kernel.forward, ranks, kernel.prepare_finalize.spec, BUCKETS)
-        graphs.warm(weights, None)
+        graphs = StepGraphs(ranks, kernel.prepare_finalize.spec, BUCKETS)
+        run = kernel_step(kernel.forward, weights, None, ranks.world_size)
+        graphs.warm(run)
         with pytest.raises(ConfigError, match="no CUDA graph"):
-            graphs.capture("a", weights, None)
+            graphs.capture("a", run)
     manager.abandon()
 
 

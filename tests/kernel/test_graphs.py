@@ -14,7 +14,7 @@ import torch
 from epserve.errors import ConfigError, Incompatible
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
-from epserve.modular_kernel.steps.graphs import StaticBatch, StepGraphs, TorchCapture, why_no_graphs
+from epserve.modular_kernel.steps.graphs import StaticBatch, StepGraphs, TorchCapture, kernel_step, why_no_graphs
 from epserve.rank import kernels as rank_kernels
 from epserve.rank.placement import Placement
 from epserve.rank.setup.backends import choose_backends
@@ -46,20 +46,32 @@ def checkpoint(tmp_path_factory):
     return write("deepseek_v3", tmp_path_factory.mktemp("graphs") / "deepseek", dtype=torch.float32)
 
 
-def test_a_shorter_batch_is_padded_with_rows_that_go_nowhere():
+def test_a_shorter_batch_is_padded_with_zero_rows_that_go_nowhere():
+    """Whatever an earlier step left in the batch, not finite values too."""
     spec = CASES["plain"].spec(1)
-    batch = StaticBatch.empty(4, spec, torch.device("cpu"))
-    for rows in (4, 1):
-        routing = StaticBatch.empty(rows, spec, torch.device("cpu")).routing
+    graphs, seen = Recorded(RankContext(), spec, (4,)), []
+
+    def forward(x_MK, routing, *, tokens_per_rank, **others):
+        seen.append((x_MK.clone(), routing.ids_Mt.clone(), routing.weights_Mt.clone()))
+        assert tokens_per_rank == (4,)
+        return 2 * x_MK
+
+    graphs.capture("step", kernel_step(forward, None, None))
+    for rows in (4, 1, 0, 3):
+        routing = StaticBatch(rows, spec, torch.device("cpu")).routing
         routing.ids_Mt.fill_(5)
         routing.weights_Mt.fill_(float("nan") if rows == 4 else 1.0)
-        batch.fill(torch.full((rows, spec.shape.hidden), 7.0), routing)
-    assert batch.routing.ids_Mt.tolist() == [[5] * 3, [-1] * 3, [-1] * 3, [-1] * 3]
+        x_MK = torch.full((rows, spec.shape.hidden), float("inf") if rows == 4 else 7.0)
+        y_MK = graphs.replay("step", 4, x_MK, routing)
+        assert torch.equal(y_MK, 2 * x_MK)
+        x, ids, weights = seen[-1]
+        assert torch.equal(x[:rows], x_MK) and not x[rows:].any()
+        assert ids.tolist() == [[5] * 3] * rows + [[-1] * 3] * (4 - rows) and not weights[rows:].any()
 
 
 @pytest.mark.parametrize(("counts", "bucket"), [((0, 0), 1), ((1, 0), 1), ((0, 2), 8), ((8, 8), 8), ((9, 0), None)])
 def test_the_busiest_rank_decides_the_bucket(counts, bucket):
-    graphs = Recorded(None, RankContext(world_size=2), CASES["plain"].spec(2), (1, 8))
+    graphs = Recorded(RankContext(world_size=2), CASES["plain"].spec(2), (1, 8))
     assert graphs.bucket(counts) == graphs.bucket(tuple(reversed(counts))) == bucket
 
 
@@ -102,8 +114,8 @@ class OnCpu(StepGraphs):
     capture_type = Allocator
 
 
-def on_cpu(forward=lambda x_MK, *args, **kwargs: x_MK) -> tuple[OnCpu, Allocator]:
-    graphs = OnCpu(forward, RankContext(), CASES["plain"].spec(1), (1, 2))
+def on_cpu() -> tuple[OnCpu, Allocator]:
+    graphs = OnCpu(RankContext(), CASES["plain"].spec(1), (1, 2))
     return graphs, graphs._graphs._capture
 
 
@@ -114,13 +126,13 @@ def test_a_pool_lives_as_long_as_its_graphs():
         held: set[int] = set()
         emptied = 0
         for key in range(30):
-            graphs.capture(key, None, None)
+            graphs.capture(key, lambda batch: batch.x_MK)
             held.add(key)
             for gone in same.sample(sorted(held), same.randrange(len(held) + 1)):
                 graphs.drop(gone)
                 held.remove(gone)
             emptied += not held
-            assert graphs.weight_keys() == held and len(graphs) == 2 * len(held)
+            assert graphs.step_keys() == held and len(graphs) == 2 * len(held)
             assert sum(allocator.users.values()) == len(graphs)
         assert allocator.pools <= emptied + 1
     graphs.drop("unknown")
@@ -130,25 +142,25 @@ def test_after_a_failed_capture_nothing_is_left_and_the_next_one_begins_anew():
     """The first error is the one that is raised; what ending the broken capture raised stands in its notes."""
     broken = []
 
-    def forward(x_MK, *args, **kwargs):
-        if broken and x_MK.shape[0] == 2:  # the second bucket: one graph of this key is there by then
+    def run(batch):
+        if broken and batch.num_tokens == 2:  # the second bucket: one graph of this key is there by then
             raise broken[0]
-        return x_MK
+        return batch.x_MK
 
-    graphs, allocator = on_cpu(forward)
-    graphs.capture("a", None, None)
+    graphs, allocator = on_cpu()
+    graphs.capture("a", run)
     for refuses_to_end in (False, True):
         broken.append(ConfigError("a dispatch waits on the host"))
         allocator.refuses_to_end = refuses_to_end
         with pytest.raises(ConfigError, match="waits on the host") as caught:
-            graphs.capture("b", None, None)
+            graphs.capture("b", run)
         notes = getattr(caught.value, "__notes__", [])
         assert bool(notes) == refuses_to_end and all("previous error during capture" in note for note in notes)
-        assert len(graphs) == 0 and graphs.weight_keys() == set() and not graphs.has("a", False, 1)
+        assert len(graphs) == 0 and graphs.step_keys() == set() and not graphs.has("a", 1)
         broken.clear()
         allocator.refuses_to_end = False
-        graphs.capture("a", None, None)
-        assert graphs.has("a", False, 1) and graphs.has("a", False, 2)
+        graphs.capture("a", run)
+        assert graphs.has("a", 1) and graphs.has("a", 2)
 
 
 @pytest.mark.parametrize("at", ["begin", "run", "end"])
@@ -208,12 +220,12 @@ def test_a_capture_that_fails_gives_the_stream_back_and_leaves_the_allocator(mon
 @pytest.mark.parametrize("buckets", [(), (0, 1), (8, 1), (1, 1)])
 def test_buckets_are_checked(buckets):
     with pytest.raises(ConfigError, match="buckets of CUDA graphs"):
-        Recorded(None, RankContext(), CASES["plain"].spec(1), buckets)
+        Recorded(RankContext(), CASES["plain"].spec(1), buckets)
 
 
 def test_reasons_for_eager_steps():
     with pytest.raises(ConfigError, match="need a CUDA device, this rank has cpu"):
-        StepGraphs(None, RankContext(), CASES["plain"].spec(1), (1,))
+        StepGraphs(RankContext(), CASES["plain"].spec(1), (1,))
     on_gpu = CASES["plain"].spec(1, "cuda")
     assert "run on cpu" in why_no_graphs(CASES["plain"].spec(1), True, True, ("a", "b"))
     assert why_no_graphs(on_gpu, True, True, ("a", "b")) is None
@@ -284,7 +296,8 @@ def recorded_steps(ranks: RankContext, path, sizes, engine):
     worker.adopt(LAYER, 3)
     assert torch.equal(early, worker.step(plan, x, None, None)) and replays() == before + 2
     for graphs in every:
-        assert (LAYER, 3) in graphs.weight_keys() and (LAYER, 0) not in graphs.weight_keys()
+        versions = {(layer, version) for layer, version, mode in graphs.step_keys()}
+        assert (LAYER, 3) in versions and (LAYER, 0) not in versions
     notes = worker.explain()
     worker.close()
     plain.close()

@@ -16,12 +16,14 @@ from epserve.config import parse_config
 from epserve.errors import ConfigError, EpserveError
 from epserve.models import open_checkpoint
 from epserve.models.demo import write_demo_checkpoint
+from epserve.modular_kernel.steps.graphs import GRAPH_BYTES, SEGMENT_BYTES
 from epserve.rank.setup import machine
 from epserve.rank.setup.memory import check_machine, plan_memory
 from epserve.rank.setup.plan import plan_ranks
 from epserve.service.run import running
 
 MIB = 1 << 20
+PARTS = ("weights", "dense", "workspaces", "buffers", "in_flight", "graphs", "runtime")
 RANK = """
 import gc, json, sys, torch
 import torch.distributed as dist
@@ -81,6 +83,23 @@ def test_the_largest_cap_fits_and_one_more_does_not(small):
 def test_a_gpu_cluster_can_be_planned_without_one(small):
     found = plan_memory(parse_config(config(small, ranks=4, device="cuda")), memory=80 << 30)
     assert found.device == "cuda" and found.fits and found.worst.weights == 3 * 2 * 3 * 64 * 32 * 2
+
+
+def test_graphs_are_planned_where_the_backends_can_be_captured(small):
+    """Whatever the ranks keep later: five sizes of three layers in two modes are tried on a GPU, and none on a CPU."""
+    for engine, planned in (
+        ({"ranks": 1, "device": "cuda"}, True),
+        ({"ranks": 1, "device": "cuda", "cuda_graph_tokens": [1, 8]}, True),
+        ({"ranks": 1, "device": "cuda", "cuda_graph_tokens": []}, False),
+        ({"ranks": 2, "device": "cuda", "all2all": "all_to_all"}, False),  # it waits on the host
+        ({"ranks": 1}, False),
+    ):
+        found = plan_memory(parse_config(config(small, **engine)), memory=80 << 30)
+        rows = sum(engine.get("cuda_graph_tokens", (1, 8, 32, 128, 512)))
+        graphs = 3 * 2 * (2 if "cuda_graph_tokens" in engine else 5) * GRAPH_BYTES
+        expected = rows * (2 * 64 * 2 + 8 * 2) + SEGMENT_BYTES + graphs
+        assert found.worst.graphs == (expected if planned else 0), engine
+        assert found.worst.total == sum(getattr(found.worst, name) for name in PARTS)
 
 
 def test_what_serving_would_refuse_is_refused_here(small):

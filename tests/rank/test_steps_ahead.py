@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
+from epserve.link import step_server
 from epserve.link.failure import RankLost
-from epserve.link.step_server import MOST_LATER, StepServer
+from epserve.link.step_server import MOST_LATER, StepServer, Watched
 from epserve.link.transport import SocketLink
 from epserve.rank.groups import GroupAddress
 from tests.rank.test_rank_actor import GENERATION, LAYER, NOWHERE, rank
@@ -71,6 +72,52 @@ async def test_so_many_answers_are_waited_for_and_no_more():
     device.ended.set()
     await asyncio.wait_for(asyncio.gather(*calls), LIMIT_S)
     assert device.begun == list(range(20))
+    link.close()
+    server.close()
+
+
+async def test_a_result_is_answered_by_the_step_thread_unless_a_frame_comes_or_it_takes_long(monkeypatch):
+    """Another thread wakes up for it only where the step thread has something else to do."""
+    monkeypatch.setattr(step_server, "WATCHED_S", LIMIT_S)
+    device, looked = Device(), threading.Event()
+    by: dict[int, str] = {}
+
+    def answer(header, tensors, out):
+        later = device.answer(header, tensors, out)
+
+        def ready() -> bool:
+            looked.set()
+            return device.ended.is_set()
+
+        def named():
+            by[header["step"]] = threading.current_thread().name
+            return later()
+
+        return Watched(named, ready) if callable(later) else later
+
+    server = StepServer(answer)
+    link = await SocketLink.open(server.address, lambda: None)
+    out = torch.empty(3)
+    alone = link.submit({"step": 0}, [torch.ones(3)], out)
+    await asyncio.to_thread(looked.wait, LIMIT_S)
+    device.ended.set()
+    await asyncio.wait_for(alone, LIMIT_S)
+    device.ended.clear()
+    looked.clear()
+    first = link.submit({"step": 1}, [torch.ones(3)], torch.empty(3))
+    await asyncio.to_thread(looked.wait, LIMIT_S)
+    second = link.submit({"step": 2}, [torch.ones(3)], torch.empty(3))
+    await until(lambda: device.begun == [0, 1, 2])
+    device.ended.set()
+    await asyncio.wait_for(asyncio.gather(first, second), LIMIT_S)
+    assert by == {0: "steps", 1: "answers", 2: "answers"} and torch.equal(out, torch.full((3,), 2.0))
+    device.ended.clear()
+    monkeypatch.setattr(step_server, "WATCHED_S", 0.0)
+    late = link.submit({"step": 3}, [torch.ones(3)], torch.empty(3))
+    await until(lambda: 3 in by)
+    assert by[3] == "answers" and not late.done()
+    device.ended.set()
+    await asyncio.wait_for(late, LIMIT_S)
     link.close()
     server.close()
 

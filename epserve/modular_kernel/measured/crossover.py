@@ -90,7 +90,7 @@ def measure(ranks: RankContext, spec: LayerSpec, candidates: Mapping[str, Run], 
             spans = []
             for _ in range(REPEATS):
                 meet(ranks)
-                spans.append(_seconds(partial(run, x_MK, routing, counts), ranks.device))
+                spans.append(seconds(partial(run, x_MK, routing, counts), ranks.device))
             times[name] = statistics.median(spans)
     of_ranks = [_times_from_json(each) for each in gather(ranks, mine)]
     table = Crossover(caps=dict(caps), times=slowest(of_ranks), num_ranks=ranks.world_size)
@@ -159,7 +159,7 @@ def meet(ranks: RankContext) -> None:
         word.item()
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()  # NOTE: the time includes the host's work: in some of these libraries the host waits

@@ -1,8 +1,8 @@
-"""Captures CUDA graphs of whole kernel steps at warm-up, one for each layer and bucket of tokens, and replays them in serving.
+"""Captures CUDA graphs of whole steps at warm-up, one for each layer, mode and bucket of tokens, and replays them in serving.
 
-A graph has fixed addresses and sizes. Every rank pads its batch to the bucket with rows whose ids are all -1: they reach no
+A graph has fixed addresses and sizes. Every rank pads its batch to the bucket with zero rows whose ids are all -1: they reach no
 expert and change no bit of the others. The bucket follows from the busiest rank's tokens, which all ranks know, so that all
-ranks replay the same graph.
+ranks replay the same graph. The number of rows lies in device memory, so that the padding is part of the graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,32 +24,81 @@ from epserve.modular_kernel.types import ExpertWeights, Routing
 LOG = logging.getLogger("epserve.graphs")
 WARM_RUNS = 2  # eager runs before a capture: a library's set-up on first use must not happen inside the capture
 
+GRAPH_BYTES = 256 << 10
+"""Allowance for what the driver keeps of one graph of some twenty launches. The start's log says what all graphs took."""
+SEGMENT_BYTES = 20 << 20
+"""Steps in which torch's allocator takes memory for a pool of graphs."""
+
 Forward = Callable[..., torch.Tensor]
 """`FusedMoEModularKernel.forward`, or a function in its place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticBatch:
-    """Holds the tensors that the graphs of one bucket read and write. All layers share them: one step runs at a time."""
+    """Holds the tensors that the graphs of one bucket read and write. All layers share them: one step runs at a time.
 
-    x_MK: torch.Tensor
-    routing: Routing
-    out_MK: torch.Tensor
+    `count_1` rows are real. `first_1` is the number of the first one among the tokens of all ranks.
+    """
 
-    @classmethod
-    def empty(cls, num_tokens: int, spec: LayerSpec, device: torch.device) -> StaticBatch:
-        x_MK = torch.zeros((num_tokens, spec.shape.hidden), dtype=spec.shape.dtype, device=device)
-        ids_Mt = torch.full((num_tokens, spec.shape.top_k), -1, dtype=torch.int32, device=device)
-        weights_Mt = torch.zeros(ids_Mt.shape, dtype=torch.float32, device=device)
-        return cls(x_MK=x_MK, routing=Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt), out_MK=torch.empty_like(x_MK))
+    def __init__(self, num_tokens: int, spec: LayerSpec, device: torch.device):
+        shape = spec.shape
+        self.x_MK = torch.zeros((num_tokens, shape.hidden), dtype=shape.dtype, device=device)
+        ids_Mt = torch.full((num_tokens, shape.top_k), -1, dtype=torch.int32, device=device)
+        self.routing = Routing(ids_Mt=ids_Mt, weights_Mt=torch.zeros(ids_Mt.shape, dtype=torch.float32, device=device))
+        self.out_MK = torch.zeros_like(self.x_MK)
+        self.count_1, self.first_1 = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._row_M1 = torch.arange(num_tokens, device=device).unsqueeze(1)
+        self._told = (0, 0)
 
-    def fill(self, x_MK: torch.Tensor, routing: Routing) -> None:
-        """Copies a batch, perhaps a shorter one. The rows behind it go to no expert."""
+    @property
+    def num_tokens(self) -> int:
+        return self.x_MK.shape[0]
+
+    def fill(self, x_MK: torch.Tensor, routing: Routing | None, first: int = 0) -> None:
+        """Takes the rows of a step, from any device. Does not wait. `routing` None: the step has a gate."""
         count = x_MK.shape[0]
-        self.x_MK[:count] = x_MK
-        self.routing.ids_Mt[:count] = routing.ids_Mt
-        self.routing.ids_Mt[count:] = -1
-        self.routing.weights_Mt[:count] = routing.weights_Mt
+        self.x_MK[:count].copy_(x_MK, non_blocking=True)
+        if routing is not None:
+            self.routing.ids_Mt[:count].copy_(routing.ids_Mt, non_blocking=True)
+            self.routing.weights_Mt[:count].copy_(routing.weights_Mt, non_blocking=True)
+        # Steps follow each other on one stream, so the words of the last one still stand. A launch less for equal steps.
+        if self._told[0] != count:
+            self.count_1.fill_(count)
+        if self._told[1] != first:
+            self.first_1.fill_(first)
+        self._told = count, first
+
+    def beyond(self) -> torch.Tensor:
+        """Returns `(M, 1)`: whether a row is padding. The device reads the number of rows. Part of the graph."""
+        return self._row_M1 >= self.count_1
+
+    def padded(self, beyond_M1: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden states with zeros behind the step's rows. Part of the graph."""
+        return self.x_MK.masked_fill_(beyond_M1, 0)
+
+    def padded_routing(self, beyond_M1: torch.Tensor) -> Routing:
+        """Returns the given routing, with no expert behind the step's rows. Part of the graph."""
+        self.routing.ids_Mt.masked_fill_(beyond_M1, -1)
+        self.routing.weights_Mt.masked_fill_(beyond_M1, 0)
+        return self.routing
+
+
+Run = Callable[[StaticBatch], torch.Tensor]
+"""A step on all rows of a batch, which it pads by the batch's own means: `(M, K)`. It waits for nothing."""
+
+
+def kernel_step(
+    forward: Forward, weights: ExpertWeights, shared_experts: SharedExperts | None, num_ranks: int = 1
+) -> Run:
+    """Returns the step of a kernel alone: its batches bring physical ids."""
+
+    def run(batch: StaticBatch) -> torch.Tensor:
+        beyond_M1 = batch.beyond()
+        return forward(
+            batch.padded(beyond_M1), batch.padded_routing(beyond_M1), weights=weights,
+            tokens_per_rank=(batch.num_tokens,) * num_ranks, shared_experts=shared_experts,
+        )  # fmt: skip
+
+    return run
 
 
 class TorchCapture:
@@ -152,16 +200,16 @@ class StepGraphs:
     device_type = "cuda"
     capture_type: Callable[[], Any] = TorchCapture
 
-    def __init__(self, forward: Forward, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
+    def __init__(self, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
         """buckets: tokens of the busiest rank, in ascending order. Raises ConfigError when graphs are not possible."""
         if ranks.device.type != self.device_type:
             raise ConfigError(f"CUDA graphs need a CUDA device, this rank has {ranks.device}")
         if not buckets or sorted(set(buckets)) != list(buckets) or buckets[0] < 1:
             raise ConfigError(f"buckets of CUDA graphs must be positive, ascending and distinct, got {tuple(buckets)}")
-        self.forward, self.ranks, self.spec, self.buckets = forward, ranks, spec, tuple(buckets)
+        self.ranks, self.spec, self.buckets = ranks, spec, tuple(buckets)
         self._batches: dict[int, StaticBatch] = {}
         self._graphs = GraphPool(self.capture_type())
-        """The graphs by (key of the weights, with a shared expert, bucket)."""
+        """The graphs by (key of the step, bucket)."""
         self.replays = 0
 
     def bucket(self, tokens_per_rank: Sequence[int]) -> int | None:
@@ -172,71 +220,81 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def has(self, key: Hashable, shared: bool, bucket: int | None) -> bool:
-        return (key, shared, bucket) in self._graphs
+    def has(self, key: Hashable, bucket: int | None) -> bool:
+        return (key, bucket) in self._graphs
 
-    def warm(self, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
-        """Runs eager steps of every bucket, so that no first set-up happens inside a capture. Collective."""
+    def warm(self, run: Run) -> None:
+        """Runs eager steps of every bucket, so that nothing is set up for the first time inside a capture. Collective."""
         for bucket in self.buckets:
-            batch = self._batch(bucket)
             for _ in range(WARM_RUNS):
-                self._run(batch, weights, shared_experts)
+                self._run(self._batch(bucket), run)
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
-    def capture(self, key: Hashable, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
-        """Captures one graph for each bucket with these weights. They must not move as long as `key` is replayed.
+    def capture(self, key: Hashable, run: Run) -> None:
+        """Captures one graph a bucket of this step, whose tensors must stay where they are as long as `key` is replayed.
 
-        Nothing runs, so no other rank is needed. After a failure no graph of any key is left. This rank must then run no
-        further step, since the others would replay graphs that it lacks.
-
-        Args:
-            key: the identity of the weights (a layer and the version of its placement).
+        key: of the step (a layer, the version of its placement, a mode). Nothing runs, so no other rank is needed. When one
+        fails, no graph of any key is left: this rank must not step on, since the others would replay what it lacks.
         """
         for bucket in self.buckets:
-            batch = self._batch(bucket)
-            known = (key, shared_experts is not None, bucket)
-            self._graphs.record(known, partial(self._run, batch, weights, shared_experts))
+            self._graphs.record((key, bucket), partial(self._run, self._batch(bucket), run))
 
     def drop(self, key: Hashable) -> None:
         self._graphs.drop([known for known in self._graphs if known[0] == key])
 
-    def weight_keys(self) -> set[Hashable]:
+    def keep(self, buckets: Sequence[int]) -> None:
+        """Forgets all graphs, and captures these buckets alone from now on. One at least."""
+        self._graphs.clear()
+        self.buckets = tuple(each for each in self.buckets if each in buckets)
+        assert self.buckets
+        self._batches = {bucket: self._batches[bucket] for bucket in self.buckets if bucket in self._batches}
+
+    def step_keys(self) -> set[Hashable]:
         return {known[0] for known in self._graphs}
 
-    def replay(self, key: Hashable, x_MK: torch.Tensor, routing: Routing, *, shared: bool, bucket: int) -> torch.Tensor:
-        """Replays a step and returns `(M, K)` for this rank's own rows, in fresh memory. Collective."""
+    def replay(
+        self, key: Hashable, bucket: int, x_MK: torch.Tensor, routing: Routing | None = None, *, first: int = 0
+    ) -> torch.Tensor:
+        """Returns `(M, K)` of this rank's own rows, in fresh memory. Collective. The rows may lie on any device."""
         batch = self._batch(bucket)
-        batch.fill(x_MK, routing)
-        self._graphs.replay((key, shared, bucket))
+        batch.fill(x_MK, routing, first)
+        self._graphs.replay((key, bucket))
         self.replays += 1
         return batch.out_MK[: x_MK.shape[0]].clone()
 
     def padded_eager(
-        self,
-        x_MK: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        shared_experts: SharedExperts | None,
-        bucket: int,
+        self, run: Run, bucket: int, x_MK: torch.Tensor, routing: Routing | None = None, *, first: int = 0
     ) -> torch.Tensor:
         """Runs the same padded batch without a graph. `replay` must equal it bit for bit. Collective."""
         batch = self._batch(bucket)
-        batch.fill(x_MK, routing)
-        self._run(batch, weights, shared_experts)
+        batch.fill(x_MK, routing, first)
+        self._run(batch, run)
         return batch.out_MK[: x_MK.shape[0]].clone()
 
     def _batch(self, bucket: int) -> StaticBatch:
         if bucket not in self._batches:
-            self._batches[bucket] = StaticBatch.empty(bucket, self.spec, self.ranks.device)
+            self._batches[bucket] = StaticBatch(bucket, self.spec, self.ranks.device)
         return self._batches[bucket]
 
-    def _run(self, batch: StaticBatch, weights: ExpertWeights, shared_experts: SharedExperts | None) -> None:
-        counts = (batch.x_MK.shape[0],) * self.ranks.world_size
-        out_MK = self.forward(
-            batch.x_MK, batch.routing, weights=weights, tokens_per_rank=counts, shared_experts=shared_experts
-        )
-        batch.out_MK.copy_(out_MK)
+    def _run(self, batch: StaticBatch, run: Run) -> None:
+        batch.out_MK.copy_(run(batch))
+
+
+def graph_memory(spec: LayerSpec, buckets: Sequence[int], num_steps: int, dense: int) -> int:
+    """Returns the bytes that graphs of so many steps take: the batches exactly, the rest by estimate.
+
+    dense: the widest row between the halves of a shared expert, 0 without one.
+    """
+    if not buckets or not num_steps:
+        return 0
+    shape = spec.shape
+    row = shape.hidden * shape.dtype.itemsize
+    batches = sum(buckets) * (2 * row + 8 * shape.top_k)
+    # What the largest step holds at a time, and the same again for what the allocator cannot fill. Later graphs use it again.
+    step = 2 * buckets[-1] * (2 * row + 3 * dense * shape.dtype.itemsize)
+    pool = -(-step // SEGMENT_BYTES) * SEGMENT_BYTES
+    return batches + pool + num_steps * len(buckets) * GRAPH_BYTES
 
 
 def why_no_graphs(spec: LayerSpec, pf_graphs: bool, experts_graphs: bool, names: tuple[str, str]) -> str | None:

@@ -16,6 +16,8 @@ from epserve.errors import ConfigError
 from epserve.experts import rows
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import FusedMoEActivationFormat
+from epserve.modular_kernel.steps.graphs import graph_memory
+from epserve.rank.layer_step import modes_of
 from epserve.rank.setup import machine
 
 from . import backends as backend_choice
@@ -32,7 +34,10 @@ RANK_THREADS, BASE_THREADS = 32, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank. `dense` counts gates and shared experts, which every rank holds. `in_flight` counts a step's rows."""
+    """Bytes of one rank. `dense` counts gates and shared experts, which every rank holds. `in_flight` counts a step's rows.
+
+    `graphs` counts CUDA graphs of steps: an estimate, if the configuration leaves it to measurement which ones are kept.
+    """
 
     rank: int
     experts: int
@@ -41,11 +46,13 @@ class RankMemory:
     workspaces: int
     buffers: int
     in_flight: int
+    graphs: int
     runtime: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.dense + self.workspaces + self.buffers + self.in_flight + self.runtime
+        held = self.weights + self.dense + self.workspaces + self.buffers
+        return held + self.in_flight + self.graphs + self.runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,10 @@ def check_machine(config: Config, info: ModelInfo, plan: RankPlan) -> None:
             f"engine.ranks {engine.ranks}, with spares and standbys {processes} processes, have some {threads} threads, this"
             f" user or container may have {most} (ulimit -u, pids.max); lower engine.ranks or raise the limit"
         )
-    # On a GPU the allowance for the runtime is not a measurement, so it must not refuse a service.
+    # On a GPU the allowance for the runtime is not a measurement, so it must not refuse a service. A service whose graphs find no
+    # room runs without them.
+    if engine.cuda_graph_tokens == "auto":
+        config = config.model_copy(update={"engine": engine.model_copy(update={"cuda_graph_tokens": ()})})
     memory = _memory_here(config, device)
     found = _memory_plan(config, info, plan, memory, 0 if device == "cuda" else RUNTIME_BYTES[device])
     if not memory or found.fits:
@@ -137,11 +147,24 @@ def dense_bytes(info: ModelInfo, device: str) -> int:
     return info.num_experts * (gate_row + 4) + shared * info.dtype.itemsize
 
 
+def graph_bytes(config: Config, info: ModelInfo, plan: RankPlan) -> int:
+    """Returns the bytes of the CUDA graphs of one rank."""
+    total, modes = 0, len(modes_of(info.gate))
+    for group in plan.groups:
+        for path in group.paths:
+            if rank_plan.why_eager(path) is None:
+                sizes = rank_plan.graph_tokens(config.engine, path)
+                total += graph_memory(path.spec, sizes, modes * len(group.layers), info.shared_intermediate)
+    return total
+
+
 def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -> tuple[RankMemory, ...]:
     engine, shape = config.engine, plan.spec.shape
     layers, most = len(plan.layers), engine.max_tokens_per_rank * engine.ranks
     row = shape.hidden * shape.dtype.itemsize
     dense = dense_bytes(info, plan.spec.device) * layers
+
+    graphs = graph_bytes(config, info, plan)
 
     @functools.cache
     def one(count: int, rank: int) -> RankMemory:
@@ -160,6 +183,7 @@ def _every_rank(config: Config, info: ModelInfo, plan: RankPlan, runtime: int) -
             workspaces=shared,
             buffers=buffers,
             in_flight=in_flight,
+            graphs=graphs,
             runtime=runtime,
         )
 

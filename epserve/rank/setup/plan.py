@@ -25,6 +25,7 @@ from epserve.modular_kernel import (
 from epserve.modular_kernel.measured import crossover
 from epserve.modular_kernel.measured.selection import MeasuredExperts, Measuring
 from epserve.modular_kernel.measured.selection_batched import MeasuredBatchedExperts
+from epserve.modular_kernel.steps.graphs import why_no_graphs
 from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.process import ranges
 from epserve.rank.placement import Placement
@@ -37,6 +38,9 @@ MEASURED = {
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll"),
 }
 """Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
+
+AUTO_GRAPH_TOKENS = (1, 8, 32, 128, 512)
+"""Sizes that are tried as CUDA graphs when the configuration says "auto". Ranks keep those that are faster than eager steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +127,21 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
     """Returns one path, or one for each candidate with all2all "measured". Raises ConfigError or Incompatible."""
     engine, order = config.engine, config.engine.combine_order
     options = kernel_options(config)
-    # A backend that waits on the host is refused if it is named, and passed over otherwise. On the CPU all steps are eager.
-    graphs = bool(engine.cuda_graph_tokens) and spec.device == "cuda"
+    # With sizes for graphs, a backend that waits on the host is refused if it is named, and passed over otherwise. On the CPU
+    # all steps are eager.
+    auto = engine.cuda_graph_tokens == "auto"
+    graphs = bool(engine.cuda_graph_tokens) and spec.device == "cuda" and not auto
     if engine.all2all != "measured":
         spec = replace(spec, cuda_graph=graphs)
         chosen = choose_backends(
             spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=order, here=here
         )
         _check_cap(chosen, spec, options.max_tokens_per_rank, "max_tokens_per_rank")
-        return (PathPlan(chosen=chosen, spec=spec, options=options),)
+        path = PathPlan(chosen=chosen, spec=spec, options=options)
+        # Whatever serves here is timed as it will run.
+        if auto and spec.device == "cuda" and why_eager(path) is None and engine.tensor_parallel == 1:
+            path = replace(path, spec=replace(spec, cuda_graph=True))
+        return (path,)
     named = bool(engine.all2all_candidates)
     passed: list[str] = []
     found: list[PathPlan] = []
@@ -168,6 +178,24 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
             memory_asked(paths, busiest * spec.layout.slices), limit, setting="engine.all2all_budget_mib"
         )
     return paths
+
+
+def why_eager(path: PathPlan) -> str | None:
+    """Returns why no step of this path can be a CUDA graph, or None."""
+    names = path.chosen.all2all, path.chosen.experts
+    backends = (path.chosen.experts, *path.chosen.rivals)
+    every = all(experts.REGISTRY.get(name).capability.cuda_graph for name in backends)
+    return why_no_graphs(path.spec, all2all.REGISTRY.get(names[0]).prepare_finalize.capability.cuda_graph, every, names)
+
+
+def graph_tokens(engine: EngineConfig, path: PathPlan) -> tuple[int, ...]:
+    """Returns the sizes whose steps are to be captured on this path, if it can be. Empty: none."""
+    if engine.tensor_parallel > 1:
+        return ()
+    sizes, most = engine.cuda_graph_tokens, path.cap
+    if sizes == "auto":
+        sizes, most = AUTO_GRAPH_TOKENS, min(engine.max_tokens_per_rank, path.cap or engine.max_tokens_per_rank)
+    return tuple(each for each in sizes if most is None or each <= most)
 
 
 def _packed_alike(paths: list[PathPlan]) -> list[PathPlan]:

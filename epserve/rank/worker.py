@@ -31,7 +31,7 @@ from epserve.modular_kernel.measured.known_times import KnownTable, KnownTimes
 from epserve.modular_kernel.measured.selection import Choice
 from epserve.process.phases import IDLE, PhaseClock
 
-from .device_facts import compile_counter, free_bytes, peak_bytes
+from .device_facts import compile_counter, free_bytes, held_bytes, peak_bytes
 from .expert_load import LoadCounter
 from .gate import fitted, route, whole
 from .gate import warm_up as warm_up_gate
@@ -160,7 +160,7 @@ class Worker:
     @property
     def weights_bytes(self) -> int:
         """Returns the bytes of all experts, each counted once. Gates and shared experts are small beside them."""
-        return sum(_held_bytes(layer) for layer in self._layers.values())
+        return sum(held_bytes(layer) for layer in self._layers.values())
 
     def warm_up(self) -> None:
         """Builds the kernel, lets it compile and reserve memory, then runs one small step a layer. Collective."""
@@ -338,7 +338,7 @@ class Worker:
             CheckpointError: the checkpoint has changed. Errors of `source` pass through.
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
-        needed = _held_bytes(self._layers[layer])
+        needed = held_bytes(self._layers[layer])
         if self._free_bytes() < needed * self._staging_margin:
             return False
         wanted = placement.experts_of(self.ranks.rank)
@@ -491,13 +491,3 @@ class Worker:
     def _free_bytes(self) -> int:
         """Returns this rank's share of the device's free memory."""
         return free_bytes(self.ranks.device) // self.ranks.sharers
-
-
-def _held_bytes(layer: LayerWeights) -> int:
-    """Returns the bytes of the layer's experts, padding behind their rows included."""
-    return sum(max(tensor.nbytes, _reach(tensor)) for tensor in layer.experts.tensors().values())
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the tensor's start to its end, zeros behind its rows included."""
-    return tensor.shape[0] * tensor.stride(0) * tensor.element_size() if tensor.ndim else 0

@@ -135,7 +135,7 @@ class RankSteps:
             return told, [home] if out is None else []
 
         self._begun.put(plan.step)
-        return Watched(wait, ended.query if ended is not None else lambda: True)
+        return Watched(wait, functools.partial(_ended, ended))
 
     def _end(self, rank: int, step: int, generation: int, wait: Later, _tensors: list[torch.Tensor]) -> Reply:
         """The answer of a step that has begun. `_tensors`: the device may read them until then."""
@@ -152,6 +152,14 @@ class RankSteps:
             if self.generation == generation:  # else it has been left since
                 self._poison()
         return {"step": step, "failure": failure}, []
+
+
+def _ended(event: torch.cuda.Event | None) -> bool:
+    """Returns whether waiting for the event would end at once, also with an error: the wait then reports it."""
+    try:
+        return event is None or event.query()
+    except RuntimeError:
+        return True
 
 
 def _to_host(y_MK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

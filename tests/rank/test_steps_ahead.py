@@ -12,6 +12,7 @@ from epserve.link import step_server
 from epserve.link.failure import RankLost
 from epserve.link.step_server import MOST_LATER, StepServer, Watched
 from epserve.link.transport import SocketLink
+from epserve.rank import steps
 from epserve.rank.groups import GroupAddress
 from tests.rank.test_rank_actor import GENERATION, LAYER, NOWHERE, rank
 from tests.support.grpc_calls import until
@@ -120,6 +121,14 @@ async def test_a_result_is_answered_by_the_step_thread_unless_a_frame_comes_or_i
     await asyncio.wait_for(late, LIMIT_S)
     link.close()
     server.close()
+
+
+def test_a_device_that_failed_is_told_by_the_wait_and_not_by_the_look_before_it():
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert steps._ended(Broken()) and steps._ended(None)
 
 
 async def test_a_connection_that_ends_waits_for_what_has_begun_and_the_next_one_is_served():

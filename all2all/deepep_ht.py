@@ -65,6 +65,7 @@ class DeepEPHTPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quant_dispatch=frozenset({"fp8_block"}),
         rank_counts=frozenset(RANKS),
         max_hidden=MAX_HIDDEN,
+        reach="host",
         async_receive=True,
         combine_orders=frozenset({"rank"}),
         interruptible=False,

@@ -63,6 +63,7 @@ class DeepEPLLPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quant_dispatch=frozenset({"fp8_block"}),
         max_top_k=MAX_TOP_K,
         max_hidden=HIDDEN_SIZES[-1],
+        reach="rdma",
         async_receive=True,
         cuda_graph=True,
         most_tokens=QUEUE_DEPTH // 2 - 4,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from epserve.errors import ConfigError
 from epserve.modular_kernel import All2AllManager, LayerSpec, PrepareFinalizeOptions
 
@@ -20,7 +18,9 @@ ALIGN = 2 << 20  # of its buffers
 class DeepEPV2PrepareAndFinalize(DeepEPHTPrepareAndFinalize):
     """Runs the high-throughput steps over the newer buffer, which computes the layout of a dispatch itself."""
 
-    capability = dataclasses.replace(DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None)
+    capability = dataclasses.replace(
+        DeepEPHTPrepareAndFinalize.capability, rank_counts=frozenset(), max_hidden=None, reach="rdma"
+    )
     configured = False
 
     def _send(self, sent, most, beside):
@@ -66,9 +66,12 @@ class DeepEPV2All2AllManager(All2AllManager):
         if not hasattr(deep_ep, "ElasticBuffer"):
             version = getattr(deep_ep, "__version__", "of unknown version")
             return f"the installed deep_ep ({version}) has no ElasticBuffer: it comes with DeepEP 2"
-        nccl = torch.cuda.nccl.version()
+        nccl = library.nccl_version()
         if nccl[:2] < MIN_NCCL:
-            return f"NCCL {'.'.join(map(str, nccl))}: DeepEP 2 needs {'.'.join(map(str, MIN_NCCL))} or newer"
+            return (
+                f"NCCL {library.version_text(nccl)} is loaded, DeepEP 2 needs {library.version_text(MIN_NCCL)} or newer:"
+                " load it before torch's own (LD_PRELOAD)"
+            )
         return None
 
     @classmethod

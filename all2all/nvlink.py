@@ -99,6 +99,7 @@ class NvlinkPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         devices=frozenset({"cuda"}),
         quant_dispatch=frozenset({"fp8_block"}),
         max_ranks=MAX_RANKS,
+        reach="nvlink",
         async_receive=True,
         cuda_graph=True,
         combine_orders=frozenset({"rank"}),

@@ -49,6 +49,7 @@ class NvshmemPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         activation_format=FusedMoEActivationFormat.Standard,
         devices=frozenset({"cuda"}),
         cuda_graph=True,
+        reach="nvlink",
         combine_orders=frozenset({"rank"}),
     )
     provider: type[Provider] = NvshmemHeap

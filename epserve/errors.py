@@ -10,6 +10,7 @@
     │   └── PermissionDenied               PERMISSION_DENIED   a known client that may not do this
     ├── OperatorError                      the set-up is wrong. Raised before anything is served
     │   ├── ConfigError                    FAILED_PRECONDITION unknown key, impossible combination, missing package
+    │   │   └── BackendFailed              FAILED_PRECONDITION an all-to-all that cannot be built on these ranks
     │   ├── CheckpointError                FAILED_PRECONDITION missing, surplus, misshapen or truncated tensors
     │   ├── Incompatible                   FAILED_PRECONDITION two parts that do not fit, with every reason
     │   └── ClusterError                   FAILED_PRECONDITION a node that cannot be reached, joined or used, and why
@@ -93,6 +94,17 @@ class Incompatible(OperatorError):
     def __init__(self, message: str, reasons: tuple[str, ...] = ()):
         super().__init__(message + "".join(f"\n  - {reason}" for reason in reasons))
         self.reasons = reasons
+
+
+class BackendFailed(ConfigError):
+    """An all-to-all backend that fits cannot be built on these ranks. `backend` is its name, `reason` the library's."""
+
+    def __init__(self, backend: str, reason: str):
+        super().__init__(backend, reason)
+        self.backend, self.reason = backend, reason
+
+    def __str__(self) -> str:
+        return f"all-to-all {self.backend} cannot be built on these ranks: {self.reason}"
 
 
 class ClusterError(OperatorError):

@@ -6,6 +6,10 @@ experts are spread: expert i of rank r becomes `r * max(counts) + i`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -34,10 +38,45 @@ def unavailable() -> str | None:
     if torch.cuda.get_device_capability() < (9, 0):
         return f"compute capability {torch.cuda.get_device_capability()}, DeepEP's kernels need (9, 0)"
     try:
-        import deep_ep
+        with _lazy_symbols():
+            import deep_ep
     except (ImportError, OSError) as error:  # a wheel for another torch or NCCL: undefined symbol, missing library
-        return f"deep_ep does not load with torch {torch.__version__} (another ABI or NCCL?): {error}"
+        loaded = version_text(nccl_version())
+        return f"deep_ep does not load with torch {torch.__version__} and NCCL {loaded} (another ABI?): {error}"
     return None if hasattr(deep_ep, "Buffer") else "the installed deep_ep has no Buffer"
+
+
+@contextlib.contextmanager
+def _lazy_symbols():
+    """Lets a library load although a function that it never calls is missing, as with DeepEP 2 beside another torch."""
+    before = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)
+    try:
+        yield
+    finally:
+        sys.setdlopenflags(before)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Returns the version of the NCCL library that this process has loaded. Empty: none is loaded.
+
+    `torch.cuda.nccl.version()` is a constant of torch's build, and stays the same with another library before torch's own.
+    """
+    number = ctypes.c_int()
+    for name in (
+        None,
+        "libnccl.so.2",
+    ):  # the process's symbols, as any extension finds them, then a library without them
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_LAZY | (os.RTLD_NOLOAD if name else 0))
+            if library.ncclGetVersion(ctypes.byref(number)) == 0:
+                major, rest = divmod(number.value, 10_000)
+                return major, *divmod(rest, 100)
+    return ()
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version)) or "(none is loaded)"
 
 
 def check_memory(ranks: RankContext, asked: int, backend: str) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from epserve.errors import ConfigError, RankFailed
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.gathering import gather
+from epserve.process.boot import host_key
 from epserve.process.unix_peers import same_user
 
 GIB = 1 << 30
@@ -240,7 +241,7 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
         name = f"\0epserve-{uuid.uuid4().hex}"  # abstract: no file to clean up
         door.bind(name)
         door.listen()
-        hosts = gather(ranks, (_host(), name))
+        hosts = gather(ranks, (host_key(), name))
         strangers = [rank for rank, (host, _) in enumerate(hosts) if host != hosts[ranks.rank][0]]
         if strangers:
             os.close(mine)
@@ -274,12 +275,7 @@ def _swap_descriptors(ranks: RankContext, mine: int) -> list[int]:
 
 def one_host(ranks: RankContext) -> bool:
     """Returns whether all ranks are on this host. Collective."""
-    return len(set(gather(ranks, _host()))) == 1
-
-
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return boot.read().strip()
+    return len(set(gather(ranks, host_key()))) == 1
 
 
 class NvshmemHeap:

@@ -94,20 +94,27 @@ def plan(
     experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
     memory_gib: Annotated[float | None, typer.Option(help="Memory of one rank; default: this machine's.")] = None,
     reserve_gib: Annotated[float | None, typer.Option(help="Memory that the runtime takes for itself.")] = None,
+    hosts: Annotated[int, typer.Option(help="Hosts that the ranks are spread over, as evenly as possible.", min=1)] = 1,
+    rdma: Annotated[bool, typer.Option(help="Whether these hosts have RDMA devices.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
 ) -> None:
     """Print the bytes that each rank will need and whether they fit. It reads headers and allocates nothing."""
     from dataclasses import asdict
 
     from epserve.config import parse_config
+    from epserve.errors import ConfigError
     from epserve.rank.setup.memory import parse_gib, plan_memory
+    from epserve.rank.setup.topology import imagined
 
+    if hosts > ranks:
+        raise ConfigError(f"--hosts {hosts} is more than --ranks {ranks}; a host has at least one rank")
     engine = {
         "ranks": ranks, "device": device, "all2all": all2all, "experts": experts,
         "max_tokens_per_rank": max_tokens_per_rank,
     }  # fmt: skip
     config = parse_config({"model": {"path": str(model)}, "engine": engine}, "options")
-    found = plan_memory(config, memory=parse_gib(memory_gib) or 0, reserve=parse_gib(reserve_gib))
+    places = imagined([ranks // hosts + (host < ranks % hosts) for host in range(hosts)], rdma=rdma)
+    found = plan_memory(config, memory=parse_gib(memory_gib) or 0, reserve=parse_gib(reserve_gib), topology=places)
     if json_:
         print(json.dumps({**asdict(found), "fits": found.fits}, indent=2))
     else:
@@ -133,7 +140,7 @@ def _show_plan(found) -> None:
         f" at most {found.max_tokens_per_rank} tokens a rank; {name}:"
     )
     Console().print(table)
-    for line in found.layers:
+    for line in (*found.layers, *(f"not {reason}" for reason in found.passed_over)):
         print(line)
     need, have = (f"{size / unit:.2f} {name}" for size in (found.worst.total, found.memory))
     if not found.memory:

@@ -32,7 +32,7 @@ class Finding:
 
 def examine(port: int | None = None, host: str = "127.0.0.1", model: Path | None = None) -> list[Finding]:
     """Runs all checks in about two seconds. Starts nothing. With `model` it tells how one rank here would serve the model."""
-    findings = [_python(), *_packages(), *_gpus(), *_backends(), *_machine()]
+    findings = [_python(), *_packages(), *_gpus(), *_reach(), *_backends(), *_machine()]
     if port is not None:
         findings.append(check_port(host, port))
     if model is not None:
@@ -97,6 +97,20 @@ def _gpus() -> list[Finding]:
         findings.append(Finding(what="gpus", verdict=Verdict.PROBLEM, detail="the same GPU is listed twice",
                                 remedy="check CUDA_VISIBLE_DEVICES"))  # fmt: skip
     return findings
+
+
+def _reach() -> list[Finding]:
+    """Returns how this host's ranks reach those of other hosts, which decides the all-to-all between them."""
+    import torch
+
+    from epserve.rank.setup import whereabouts
+
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    domains = {domain for uuid in uuids if (domain := whereabouts.nvlink_domain(uuid))}
+    devices = whereabouts.rdma_devices()
+    nvlink = f"NVLink domain {', '.join(sorted(domains))}" if domains else "NVLink ends at this host" if uuids else ""
+    rdma = f"RDMA by {', '.join(devices)}" if devices else "no RDMA device that is active and may be opened"
+    return [Finding(what="other hosts", verdict=Verdict.OK, detail="; ".join(filter(None, (nvlink, rdma))))]
 
 
 def _backends() -> list[Finding]:

@@ -22,7 +22,6 @@ from epserve.pool.pool import Pool
 from epserve.pool.ray_cluster import Cluster
 from epserve.rank.expert_load import by_layer
 from epserve.rank.setup import plan as rank_plan
-from epserve.rank.setup.backends import Chosen
 
 from .planning import Batch
 from .records import StepRecord
@@ -99,7 +98,6 @@ class Engine:
         self._device = rank_plan.resolve_device(config.engine.device)
         here = self._device == "cpu" or torch.cuda.is_available()  # else a front end whose ranks are on other nodes
         self.plan = rank_plan.plan_ranks(config, self.info, device=self._device, here=here)
-        self._planned = config, self.plan.chosen
         self._state: State = "stopped"
         self._callbacks: list[Callable[[State], None]] = []
         self._step_callbacks: list[Callable[[StepRecord], None]] = []
@@ -135,6 +133,7 @@ class Engine:
             pool.supervisor.on_missing = self._scheduler.refuse_waiting
             self._scheduler.on_step = self._step_done
             await pool.start()
+            log.info(self._explain_backends())
         except BaseException as error:
             # Now, since closing takes seconds and may itself go wrong.
             if isinstance(error, asyncio.CancelledError):
@@ -242,26 +241,14 @@ class Engine:
 
     def _explain_backends(self) -> str:
         pool = self._pool
-        chosen, members = self._chosen(), pool.members if pool is not None else ()
-        report = next((member.report for member in members if member.report is not None), None)
-        text = chosen.explain()
-        if report is not None and report.backends != chosen.names:
-            text = f"all-to-all {report.backends[0]}, experts {report.backends[1]} (chosen on the ranks' machines)"
-        lines = [group.describe() for group in self.plan.groups]
+        plan = pool.plan if pool is not None else self.plan
+        text = plan.chosen.explain()
+        lines = [group.describe() for group in plan.groups]
+        if pool is not None and (topology := pool.arrangement.topology) is not None and topology.num_hosts > 1:
+            lines.append(f"ranks on {topology.describe()}")
         if pool is not None:
             lines += [*pool.explanation, *filter(None, (pool.stuck, pool.changes.trouble))]
         return text + "".join(f"\n  - {line}" for line in lines)
-
-    def _chosen(self) -> Chosen:
-        """For the present number of ranks; made anew where that has changed."""
-        config = self._pool.arrangement.config if self._pool is not None else self.config
-        planned, chosen = self._planned
-        if planned is not config:
-            here = self._device == "cpu" or torch.cuda.is_available()
-            with contextlib.suppress(EpserveError):  # nothing that this machine could plan: the ranks' names suffice
-                chosen = rank_plan.plan_ranks(config, self.info, device=self._device, here=here).chosen
-            self._planned = config, chosen
-        return chosen
 
     def _rank_status(self, member) -> RankStatus:
         facts, report, pulse = member.facts, member.report, member.pulse

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from epserve.errors import EpserveError, InternalError, RankFailed
+from epserve.errors import BackendFailed, EpserveError, InternalError, RankFailed
 
 # How gloo, NCCL and sockets say "somebody else is gone". A rank that reports one of these is not the culprit.
 CONSEQUENCES = (
@@ -83,13 +83,17 @@ def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
     error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames would keep the process group alive
     text = f"{type(error).__name__}: {error}"
     lowered = text.lower()
+    consequence = any(word in lowered for word in CONSEQUENCES)
     return Failure(
         rank=rank,
         phase=phase,
         step=step,
         message=text if isinstance(error, EpserveError) else text.splitlines()[0],
-        consequence=any(word in lowered for word in CONSEQUENCES),
-        error=error if isinstance(error, EpserveError) else None,
+        consequence=consequence,
+        # A backend that could not be built because another rank is gone is not at fault.
+        error=error
+        if isinstance(error, EpserveError) and not (consequence and isinstance(error, BackendFailed))
+        else None,
         trace=trace,
     )
 

@@ -6,6 +6,7 @@ The error message, the `epserve compat` table, the docs and the test matrix are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,10 @@ from epserve.errors import Incompatible
 
 from .quantization import BLOCK, QuantConfig
 from .types import Activation, ExpertLayout, ExpertShape, FusedMoEActivationFormat
+
+Reach = Literal["host", "nvlink", "rdma", "anywhere"]
+"""How far apart the ranks of an all-to-all may be: on one host, in one NVLink domain, on hosts with RDMA devices (or in one
+NVLink domain), or anywhere that a process group reaches."""
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -42,6 +47,7 @@ class PrepareFinalizeCapability:
     """The largest cap of one round."""
     needed_rows_only: bool = False
     """Standard format: the class delivers only rows that have a slot on this rank. Others deliver every row, or room for it."""
+    reach: Reach = "anywhere"
     interruptible: bool = True
     """A wait on the device for a lost rank can be ended from outside. Otherwise only the end of the process ends it."""
 

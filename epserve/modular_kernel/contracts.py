@@ -39,6 +39,8 @@ class RankContext:
     """The deadline of every wait on other ranks, in seconds."""
     sharers: int = 1
     """The number of ranks that may share this rank's GPU, itself included. Each plans with this fraction of its free memory."""
+    hosts: tuple[int, ...] = ()
+    """The number of each rank's host, from 0. Empty: unknown, so that all ranks count as on one host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from epserve.errors import Incompatible
+from epserve.errors import BackendFailed, Incompatible, OperatorError
 
 from . import capability
 from .capability import LayerSpec
@@ -123,7 +123,10 @@ class FusedMoEMethodBase(ABC):
             candidates = self._experts_for(manager.prepare_finalize.capability)
             if candidates[0] is not None:
                 self.manager = self._make_manager(manager, ranks)
-                return self.manager.get_handle(self.spec, options)
+                try:
+                    return self.manager.get_handle(self.spec, options)
+                except (OperatorError, ImportError, OSError, RuntimeError) as error:
+                    raise BackendFailed(name, f"{type(error).__name__}: {error}") from error
             reasons += [f"{name} + {reason}" for reason in candidates[1]]
         raise Incompatible("no all-to-all backend can serve this layer:", tuple(reasons))
 

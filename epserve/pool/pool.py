@@ -90,6 +90,8 @@ class Pool(Ranks):
         self.spares.argument = self._welcome()  # the checkpoint as it is now, so that a spare takes no other one
         self._store = self._new_store()  # imports torch while the ranks do
         self.found()
+        await self.locate(self.members)
+        self.side_by_side()
         await self.prepare(self.members, self.arrangement)
         await self.unite()
         reports = [member.report for member in self.members]

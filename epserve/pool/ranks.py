@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from epserve import all2all
 from epserve.config import Config
-from epserve.errors import CheckpointError, ConfigError, EpserveError, RankFailed
+from epserve.errors import BackendFailed, CheckpointError, ConfigError, EpserveError, RankFailed
 from epserve.link.door import LinkAddress
 from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
@@ -33,8 +33,11 @@ from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
 from epserve.rank.placement import Placement
 from epserve.rank.setup import plan as rank_plan
+from epserve.rank.setup.backends import names_asked
 from epserve.rank.setup.cores import most_threads
 from epserve.rank.setup.plan import RankPlan
+from epserve.rank.setup.topology import Topology, in_host_order
+from epserve.rank.setup.topology import key as topology_key
 from epserve.rank.step import Arrangement
 from epserve.rank.weights.newcomers import Holders, Welcome
 
@@ -128,6 +131,7 @@ class Ranks:
         self.tokens_total = 0
         """Tokens of all steps since the start, over all ranks."""
         self._versions = itertools.count(1)
+        self._failed: dict[str, str] = {}  # all-to-all backends that could not be built, with the reason of a rank
         self._reserving: asyncio.Future | None = None
 
     @property
@@ -180,6 +184,11 @@ class Ranks:
         """Starts the first process of every rank."""
         self.members = [self.new_member(rank) for rank in range(self.num_ranks)]
 
+    def side_by_side(self) -> None:
+        """Numbers the located members anew, so that those of one host have consecutive numbers."""
+        places = [each.facts.location.host if each.facts and each.facts.location else "" for each in self.members]
+        self.become([self.members[index] for index in in_host_order(places)], self.arrangement)
+
     def put(self, rank: int, newcomer: Member) -> None:
         """Gives the number of a lost rank to another process."""
         newcomer.rank = rank
@@ -194,7 +203,7 @@ class Ranks:
     def move(self, layer: int, placement: Placement) -> None:
         """Makes all later steps of the layer use the placement."""
         placements = {**self.arrangement.placements, layer: placement}
-        self.arrangement = Arrangement(config=self.arrangement.config, placements=placements)
+        self.arrangement = replace(self.arrangement, placements=placements)
 
     def without(self, lost: Collection[int], *, partial: bool = False) -> Arrangement | None:
         """Returns the present arrangement without these ranks.
@@ -220,7 +229,7 @@ class Ranks:
         except EpserveError as error:
             log.warning("the other ranks cannot go on alone: %s", error)
             return None
-        return Arrangement(config=config, placements=placements)
+        return replace(self.arrangement, config=config, placements=placements)
 
     # Newcomers.
 
@@ -277,43 +286,68 @@ class Ranks:
             holders=holders, hurry=not self.serving.is_set(),
         )  # fmt: skip
 
+    async def locate(self, new: Sequence[Member]) -> None:
+        """Asks newcomers where they are. Spares have told it before."""
+        strange = [member for member in new if member.facts is None or member.facts.location is None]
+        found = await call_all(strange, "locate", timeout=self.config.cluster.start_timeout_s, numbered=True)
+        for member, facts in zip(strange, found, strict=True):
+            member.facts = facts
+        known = [each.facts for each in {*self.members, *new} if each.facts is not None]
+        check_gpus(known, self.config.cluster.ranks_per_gpu)
+        self.agents.cover([member.facts.node_id for member in new if member.facts is not None])
+
+    def topology(self, members: Sequence[Member]) -> Topology:
+        """Returns where these members are, as ranks in the order of their numbers."""
+        ordered = sorted(members, key=lambda member: member.rank)
+        places = tuple(each.facts.location for each in ordered if each.facts is not None and each.facts.location)
+        assert len(places) == len(members), "locate() comes first"
+        asked = names_asked(self.config.engine, self.device).items()
+        return Topology(
+            ranks=places,
+            asked=frozenset(topology_key(kind, name) for kind, names in asked for name in names),
+            failed=tuple(self._failed.items()),
+        )
+
     async def _prepare(self, new: Sequence[Member], arrangement: Arrangement, welcome: Welcome) -> None:
         limit = self.config.cluster.start_timeout_s
-        known = [member for member in new if member.facts is not None]  # spares: one call instead of three
-        await self._set_up([member for member in new if member.facts is None], arrangement, welcome)
+        await self.locate(new)
+        there = [*(member for member in self.members if member not in new), *new]
+        arrangement = replace(arrangement, topology=self.topology(there))
         here = ray.get_runtime_context().get_node_id()
-        taken = await asyncio.gather(*(member.take_over(arrangement, welcome, here, timeout=limit) for member in known))
-        for member, (facts, address, report) in zip(known, taken, strict=True):
+        async with told(new):
+            taken = await asyncio.gather(*(each.take_over(arrangement, welcome, here, timeout=limit) for each in new))
+        for member, (facts, address, report) in zip(new, taken, strict=True):
             member.facts, member.report = facts, report
             await self._connect(member, address)
-        self.agents.cover([member.facts.node_id for member in known if member.facts is not None])
-
-    async def _set_up(self, new: Sequence[Member], arrangement: Arrangement, welcome: Welcome) -> None:
-        limit = self.config.cluster.start_timeout_s
-        facts = await call_all(new, "set_up", arrangement, welcome, timeout=limit, numbered=True)
-        for member, each in zip(new, facts, strict=True):
-            member.facts = each
-        check_gpus(
-            [each.facts for each in {*self.members, *new} if each.facts is not None],
-            arrangement.config.cluster.ranks_per_gpu,
-        )
-        self.agents.cover([each.node_id for each in facts])
-        here = ray.get_runtime_context().get_node_id()
-
-        async def connect(member: Member, local: bool) -> None:
-            (address,) = await call_all([member], "listen", local, timeout=CLOSE_TIMEOUT_S * 2)
-            await self._connect(member, address)
-
-        await asyncio.gather(*(connect(m, each.node_id == here) for m, each in zip(new, facts, strict=True)))
-        async with told(new):
-            reports = await call_all(new, "load", timeout=limit)
-        for member, report in zip(new, reports, strict=True):
-            member.report = report
 
     async def unite(self, marks: Marks | None = None) -> None:
-        """Joins all members to the next generation of the group, as `arrangement` has them. `marks` gets the stages."""
+        """Joins all members to the next generation of the group, as `arrangement` has them. `marks` gets the stages.
+
+        An all-to-all that no configuration named and that cannot be built on these ranks is left out, and they join again.
+        """
+        while True:
+            try:
+                return await self._unite(marks)
+            except BackendFailed as error:
+                if self.named(error.backend) or error.backend in self._failed:
+                    raise
+                self._failed[error.backend] = error.reason
+                log.warning("%s; the ranks go on without it", error)
+
+    def named(self, all2all_name: str) -> bool:
+        """Returns whether the configuration names this backend, instead of leaving the choice to the service."""
+        engine = self.config.engine
+        return all2all_name == engine.all2all or all2all_name in engine.all2all_candidates
+
+    async def _unite(self, marks: Marks | None) -> None:
         limit = self.config.cluster.start_timeout_s
         self.generation += 1
+        topology = self.topology(self.members)
+        self.arrangement = replace(self.arrangement, topology=topology)
+        self.plan = rank_plan.plan_ranks(
+            self.arrangement.config, self.info, device=self.device, here=False, topology=topology
+        )
+        self.standbys.argument = tuple(path.chosen for path in self.plan.paths)
         address, _ = await asyncio.gather(
             self._group_address(),
             call_all(self.members, "leave", self.arrangement, timeout=limit, numbered=True),

@@ -31,6 +31,8 @@ from .placement import Placement
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .setup import plan as rank_plan
 from .setup.backends import Chosen
+from .setup.topology import Location
+from .setup.whereabouts import locate
 from .step import Arrangement, Counters, LoadReport
 from .steps import RankSteps
 from .weights.copies import HostCopies
@@ -68,6 +70,8 @@ class RankActor:
         self._host = cores.this_host()  # before this process is bound to a part of it
         self._newest = -1  # generation of the last group that this rank was asked to join
         self._before_me: RankFacts | None = None
+        self._location: Location | None = None
+        self._hosts: tuple[int, ...] = ()
 
     @ray.method(concurrency_group="work")
     def call(self, method: str, *args) -> Outcome:
@@ -144,7 +148,7 @@ class RankActor:
                 "something that was imported has started CUDA: a standby could not choose its GPU any more"
             )
         gc.freeze()
-        return self._facts("")
+        return self._facts("", placed=False)
 
     def _occupy(self, before_me: RankFacts) -> None:
         """Takes the place of a process that is gone. `set_up` or `warm` comes next and takes its device."""
@@ -199,29 +203,42 @@ class RankActor:
             )
         return uuid
 
+    def _locate(self, rank: int) -> RankFacts:
+        """Takes the device and tells where this process is. It comes before the ranks' backends are chosen."""
+        self._rank = rank
+        return self._facts(self._take_device())
+
     def _set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
-        self._rank, self._config = rank, arrangement.config
+        self._take_place(rank, arrangement)
         uuid = self._take_device()
         # A spare opened it before, which suffices for its copies.
         checkpoint, peers = sources_for(self._config.model, rank, welcome, self._checkpoint)
         self._worker = Worker(
             self._config, self._context(group=None), placements=arrangement.placements, source=self._copies, peers=peers,
-            checkpoint=checkpoint, times=welcome.times if welcome is not None else None,
+            checkpoint=checkpoint, times=welcome.times if welcome is not None else None, topology=arrangement.topology,
         )  # fmt: skip
         self._copies = None  # goes when the worker has read from it
         gc.freeze()  # what imports left behind: collecting after a failure otherwise takes 0.2 s, while all wait
         return self._facts(uuid)
 
-    def _facts(self, uuid: str) -> RankFacts:
+    def _take_place(self, rank: int, arrangement: Arrangement) -> None:
+        self._rank, self._config = rank, arrangement.config
+        self._hosts = arrangement.topology.hosts if arrangement.topology is not None else ()
+
+    def _facts(self, uuid: str, *, placed: bool = True) -> RankFacts:
+        address = ray.util.get_node_ip_address()
+        if placed and self._location is None:
+            self._location = locate(self._config.engine, self._device_kind, gpu_uuid=uuid, address=address)
         return RankFacts(
             rank=self._rank,
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=ray.util.get_node_ip_address(),
+            node_ip=address,
             device=str(self._device),
             gpu_uuid=uuid,
             started=start_ticks(),
             visible=os.environ.get("CUDA_VISIBLE_DEVICES", "") if uuid else "",
+            location=self._location,
         )
 
     def _load(self) -> LoadReport:
@@ -285,7 +302,7 @@ class RankActor:
         assert self._worker is not None
         with self._steps.between():
             self._leave_group()
-            self._rank, self._config = rank, arrangement.config
+            self._take_place(rank, arrangement)
             self._worker.arrange(rank, arrangement)
 
     def _hand_out(self, local: bool) -> LinkAddress:
@@ -374,6 +391,7 @@ class RankActor:
             group=group,
             timeout_s=self._config.scheduler.step_timeout_s,
             sharers=self._config.cluster.ranks_per_gpu if self._device.type == "cuda" else 1,
+            hosts=self._hosts,
         )
 
     def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:

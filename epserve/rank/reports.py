@@ -9,6 +9,7 @@ from epserve.link.failure import Failure
 from epserve.modular_kernel.measured.known_times import KnownTable
 from epserve.modular_kernel.measured.selection import Choice
 
+from .setup.topology import Location
 from .step import Counters
 
 
@@ -17,6 +18,7 @@ class RankFacts:
     """The location of a rank's process. `gpu_uuid` and `visible` (its CUDA_VISIBLE_DEVICES) are empty on CPU.
 
     `started` counts clock ticks after the machine's start. Together with `pid` it identifies one process for good.
+    `location` is None for a process that has no device yet.
     """
 
     rank: int
@@ -27,6 +29,7 @@ class RankFacts:
     gpu_uuid: str = ""
     visible: str = ""
     started: int = 0
+    location: Location | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

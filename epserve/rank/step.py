@@ -12,6 +12,7 @@ from epserve.config import Config
 from epserve.models import LayerWeights
 
 from .placement import Placement
+from .setup.topology import Topology
 
 
 class LayerSource(Protocol):
@@ -86,10 +87,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """The number of ranks and the experts of each, layer by layer. All layers share one layout."""
+    """The number of ranks and the experts of each, layer by layer. All layers share one layout.
+
+    `topology` tells where the ranks are. None: unknown, before they have started.
+    """
 
     config: Config
     placements: Mapping[int, Placement]
+    topology: Topology | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from .layer_step import BLOCK, LayerStep, modes_of
 from .placement import Placement, left_out
 from .reports import Loading
 from .setup import plan as rank_plan
+from .setup.topology import Topology
 from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
@@ -70,6 +71,7 @@ class Worker:
         peers: LayerSource | None = None,
         checkpoint: UnchangedCheckpoint | LateCheckpoint | None = None,
         times: Iterable[KnownTable] | None = None,
+        topology: Topology | None = None,
     ):
         """Checks the configuration, the checkpoint and the backends.
 
@@ -81,6 +83,7 @@ class Worker:
             peers: replaces `source`: ranks that hold the same experts (their slices, when ranks share experts).
             checkpoint: the checkpoint as the service's start saw it. None: as it is now.
             times: times that the ranks of a running service measured.
+            topology: where the ranks are. None: unknown.
 
         Raises:
             ConfigError, CheckpointError, Incompatible: within a second, before any weight is read.
@@ -90,7 +93,8 @@ class Worker:
             config.model.path, config.model.dtype, opened=open_checkpoint
         )
         self.info = self.checkpoint.info
-        self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type)
+        self.topology = topology
+        self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type, topology=topology)
         self.checkpoint.serve_as(self.plan.served)
         self._source = peers or self._sliced(source or self.checkpoint)
         self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
@@ -261,9 +265,10 @@ class Worker:
         """
         assert not self.kernels.built, "leave() comes first"
         ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
-        device, slices = ranks.device.type, self.config.engine.tensor_parallel
+        slices = self.config.engine.tensor_parallel
         assert rank % slices == self.ranks.rank % slices, "a rank keeps its slice"
         with self._arranging:
+            self._plan_anew(arrangement, ranks)
             for layer, placement in arrangement.placements.items():
                 wanted, staged = placement.experts_of(rank), self._staged.get(layer)
                 if staged is not None and staged.experts == wanted:
@@ -276,11 +281,24 @@ class Worker:
                     self._experts.pop(layer, None)
                     self._take(layer, wanted)
                 self._staged.pop(layer, None)
-            if next(iter(arrangement.placements.values())).layout != self.plan.spec.layout:
-                self.plan = rank_plan.plan_ranks(arrangement.config, self.info, device=device)
-                # The present kernels are built for other numbers of experts.
-                self.kernels = LayerKernels(self.plan, arrangement.config, ranks, self.known)
             self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
+
+    def _plan_anew(self, arrangement: Arrangement, ranks: RankContext) -> None:
+        """Takes the plan for other numbers of experts or other places of ranks, and new kernels where it differs."""
+        layout = next(iter(arrangement.placements.values())).layout
+        if layout == self.plan.spec.layout and arrangement.topology == self.topology:
+            return
+        plan = rank_plan.plan_ranks(
+            arrangement.config, self.info, device=ranks.device.type, topology=arrangement.topology
+        )
+        if plan.served != self.plan.served:
+            self.checkpoint.check()
+            self.checkpoint.serve_as(plan.served)
+            for held in (self._layers, self._experts, self._staged):
+                held.clear()
+        if not plan.runs_as(self.plan):
+            self.kernels = LayerKernels(plan, arrangement.config, ranks, self.known)
+        self.plan, self.topology = plan, arrangement.topology
 
     def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
         """Returns a layer's placement, the logical experts of this rank's slots, and their weights. Thread-safe."""

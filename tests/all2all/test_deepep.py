@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -348,10 +349,42 @@ def test_what_is_missing_is_said(monkeypatch):
     assert deepep_library.unavailable() is None
     assert "1.2.1" in deepep_v2.DeepEPV2All2AllManager.unavailable()
     old.ElasticBuffer = object
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    assert "NCCL 2.28.9: DeepEP 2 needs 2.30" in deepep_v2.DeepEPV2All2AllManager.unavailable()
+    # torch's own answer is a constant of its build: the library that is loaded counts.
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(deepep_library, "nccl_version", lambda: (2, 28, 9))
+    assert "NCCL 2.28.9 is loaded, DeepEP 2 needs 2.30" in deepep_v2.DeepEPV2All2AllManager.unavailable()
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(deepep_library, "nccl_version", lambda: (2, 30, 7))
     assert deepep_v2.DeepEPV2All2AllManager.unavailable() is None
+
+
+ASK_NCCL = """
+import sys
+from epserve.all2all.transport import deepep_library
+print(deepep_library.nccl_version())
+"""
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(tmp_path):
+    """A stand-in for libnccl, loaded before all others as LD_PRELOAD does it, and none at all."""
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int *version) { *version = 23007; return 0; }")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for preload, said in ((str(library), "(2, 30, 7)"), ("", None)):
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_NCCL],
+            env={**env, "LD_PRELOAD": preload},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        if said is not None or torch.version.cuda is None:
+            assert done.stdout.strip() == (said or "()")
 
 
 def test_orders_that_the_library_cannot_keep_are_refused():

@@ -366,6 +366,8 @@ class PoorSpare(RankActor):
     """A spare for whose experts there is no memory when it takes over."""
 
     def _take_over(self, *args):
+        if self._checkpoint is None:  # a rank of the start, not a spare
+            return super()._take_over(*args)
         raise MemoryError("DefaultCPUAllocator: can't allocate memory")
 
 

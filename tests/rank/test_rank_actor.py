@@ -27,7 +27,7 @@ def rank(tmp_path, monkeypatch):
     """One rank that serves alone in generation 3, and the checkpoint."""
     path = write("deepseek_v3", tmp_path / "model", dtype=torch.float32)
     config = parse_config({"model": {"path": str(path)}, "engine": {"device": "cpu", "experts": "loop"}})
-    monkeypatch.setattr(RankActor, "_facts", lambda self, uuid: None)  # asks Ray for the node
+    monkeypatch.setattr(RankActor, "_facts", lambda self, uuid, **_: None)  # asks Ray for the node
     monkeypatch.setattr(cores, "this_host", lambda: HOST)
     before = torch.get_num_threads()
     actor = RankActor(config, "cpu")

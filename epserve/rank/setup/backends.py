@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from epserve import all2all, experts
 from epserve.all2all.tensor_parallel import TensorParallelManager
+from epserve.config import EngineConfig
 from epserve.errors import Incompatible
 from epserve.modular_kernel import (
     Backends,
@@ -20,11 +21,23 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.measured.selection import Measuring
 
+from .topology import Topology
+
 # Order of trial when the configuration says "auto". Other backends come last, in registration order.
 PREFER_ALL2ALL = {
     "cpu": ("local", "all_to_all", "allgather_reducescatter"),
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
+PREFER_ALL2ALL_FAR = {
+    "cpu": PREFER_ALL2ALL["cpu"],
+    "cuda": ("local", "nvlink", "deepep_v2", "deepep_ht", "all_to_all", "allgather_reducescatter"),
+}
+"""The order for ranks in several NVLink domains. The first ones are passed over there, with their reasons in the log."""
+MEASURED = {
+    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
+    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll", "deepep_v2"),
+}
+"""Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
 PREFER_EXPERTS = {"cpu": ("vllm_cpu", "grouped_mm"), "cuda": ("triton", "grouped_mm", "triton_batched")}
 RIVALS = {
     ("cpu", FusedMoEActivationFormat.Standard): ("vllm_cpu", "grouped_mm", "loop"),
@@ -79,12 +92,28 @@ def choose_backends(
     experts_name: str = "auto",
     combine_order: str = "rank",
     here: bool = True,
+    topology: Topology | None = None,
 ) -> Chosen:
-    """Returns the first pair in order of preference that fits the layer and, unless `here` is False, can run here."""
+    """Returns the first pair in order of preference that fits the layer and the places of the ranks, and can run there.
+
+    Args:
+        spec: the layer.
+        all2all_name: a backend, or "auto".
+        experts_name: a backend, or "auto".
+        combine_order: the order of sums that the all-to-all must keep.
+        here: whether backends that cannot run in this process are left out, as far as the topology does not know.
+        topology: where the ranks are. None: unknown, so that all backends count as connecting them.
+
+    Raises:
+        Incompatible: no pair fits. It lists the reasons for each.
+    """
     passed = []
-    for outer in _order(all2all.REGISTRY, all2all_name, PREFER_ALL2ALL[spec.device]):
+    far = topology is not None and topology.num_domains > 1
+    preferred = (PREFER_ALL2ALL_FAR if far else PREFER_ALL2ALL)[spec.device]
+    for outer in _order(all2all.REGISTRY, all2all_name, preferred):
         manager = all2all.REGISTRY.get(outer)
-        missing = manager.unavailable() if here else None
+        missing = topology.why_not(outer, manager.prepare_finalize.capability.reach) if topology is not None else None
+        missing = missing or _missing("all2all", outer, manager, here, topology)
         if missing:
             passed.append(f"{outer}: {missing}")
             continue
@@ -97,7 +126,7 @@ def choose_backends(
             continue
         for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
             backend = experts.REGISTRY.get(inner)
-            missing = backend.unavailable() if here else None
+            missing = _missing("experts", inner, backend, here, topology)
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
             # A backend that packs weights on some hosts only gives other bits there, with one rank too.
             if (
@@ -108,8 +137,8 @@ def choose_backends(
                 reasons = _slot_reasons(backend(spec))
             if not reasons:
                 # Slot order promises the same bits everywhere. Two backends do not give the same bits.
-                timed = here and experts_name == "auto" and combine_order == "rank"
-                rivals = _rivals(spec, outer, inner) if timed else ()
+                timed = (here or topology is not None) and experts_name == "auto" and combine_order == "rank"
+                rivals = _rivals(spec, outer, inner, topology) if timed else ()
                 return Chosen(all2all=outer, experts=inner, passed_over=tuple(passed), rivals=rivals)
             passed += [f"{outer} + {inner}: {reason}" for reason in reasons]
     raise Incompatible(f"no pair of backends can serve this layer ({describe(spec)}):", tuple(passed))
@@ -119,7 +148,34 @@ def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
     return all2all.REGISTRY.get(chosen.all2all).prepare_finalize.capability.activation_format
 
 
-def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
+def names_asked(engine: EngineConfig, device: str) -> dict[str, tuple[str, ...]]:
+    """Returns the backends of each kind that come into question, so that each rank is asked whether it can run them."""
+    asked = [engine.all2all]
+    if engine.all2all == "auto":
+        asked = [*PREFER_ALL2ALL_FAR[device], *PREFER_ALL2ALL[device]]
+    elif engine.all2all == "measured":
+        asked = list(engine.all2all_candidates or MEASURED[device])
+    named = [engine.experts]
+    if engine.experts == "auto":
+        named = [
+            *PREFER_EXPERTS[device],
+            *(name for (on, _), names in RIVALS.items() if on == device for name in names),
+        ]
+    known = {"all2all": all2all.REGISTRY.names(), "experts": experts.REGISTRY.names()}
+    return {
+        kind: tuple(name for name in dict.fromkeys(names) if name in known[kind])
+        for kind, names in (("all2all", asked), ("experts", named))
+    }
+
+
+def _missing(kind: str, name: str, backend, here: bool, topology: Topology | None) -> str | None:
+    """Returns the reason why a backend cannot run: that of the ranks, or of this process when they were not asked."""
+    if topology is not None and topology.knows(kind, name):
+        return topology.unavailable(kind, name)
+    return backend.unavailable() if here else None
+
+
+def _rivals(spec: LayerSpec, all2all_name: str, chosen: str, topology: Topology | None) -> tuple[str, ...]:
     """Returns the experts backends that fit and run here beside the chosen one."""
     record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
     names = RIVALS[spec.device, record.activation_format]
@@ -128,7 +184,8 @@ def _rivals(spec: LayerSpec, all2all_name: str, chosen: str) -> tuple[str, ...]:
     known = [name for name in names if name != chosen and name in experts.REGISTRY.names()]
     backends = {name: experts.REGISTRY.get(name) for name in known}
     return tuple(name for name, backend in backends.items()
-                 if not backend.unavailable() and not why_not(record, backend.capability, spec))  # fmt: skip
+                 if not _missing("experts", name, backend, True, topology)
+                 and not why_not(record, backend.capability, spec))  # fmt: skip
 
 
 def _slot_reasons(backend: FusedMoEExpertsModular) -> tuple[str, ...]:

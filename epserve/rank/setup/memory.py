@@ -23,6 +23,7 @@ from epserve.rank.setup import machine
 from . import backends as backend_choice
 from . import plan as rank_plan
 from .plan import RankPlan
+from .topology import Topology
 
 MIB = 1 << 20
 # Code, allocator and libraries of a process. CPU: 277 MB resident after `import torch` (measured, torch 2.13). CUDA: an
@@ -71,6 +72,8 @@ class MemoryPlan:
     largest_cap: int
     layers: tuple[str, ...] = ()
     """A line for each group of layers: stored as, served as, kernel, bytes of a rank."""
+    passed_over: tuple[str, ...] = ()
+    """The reasons why backends that come earlier in the order of trial are not taken."""
 
     @property
     def worst(self) -> RankMemory:
@@ -81,16 +84,19 @@ class MemoryPlan:
         return self.worst.total <= self.memory
 
 
-def plan_memory(config: Config, *, memory: int = 0, reserve: int | None = None) -> MemoryPlan:
+def plan_memory(
+    config: Config, *, memory: int = 0, reserve: int | None = None, topology: Topology | None = None
+) -> MemoryPlan:
     """Plans the memory from config.json and the safetensors headers, without allocating.
 
     `memory` is the limit of one rank in bytes. 0: this machine's memory, if it has the device. `reserve` replaces
-    RUNTIME_BYTES. Raises the errors of serving: ConfigError, CheckpointError, Incompatible.
+    RUNTIME_BYTES. `topology` is where the ranks will be. Raises the errors of serving: ConfigError, CheckpointError,
+    Incompatible.
     """
     info = open_checkpoint(config.model.path, config.model.dtype, config.model.layers).info
     device = rank_plan.resolve_device(config.engine.device)
     here = device == "cpu" or torch.cuda.is_available()
-    plan = rank_plan.plan_ranks(config, info, device=device, here=here)
+    plan = rank_plan.plan_ranks(config, info, device=device, here=here, topology=topology)
     memory = memory or _memory_here(config, device)
     return _memory_plan(config, info, plan, memory, RUNTIME_BYTES[device] if reserve is None else reserve)
 
@@ -135,6 +141,7 @@ def _memory_plan(config: Config, info: ModelInfo, plan: RankPlan, memory: int, r
         ranks=ranks,
         memory=memory,
         layers=tuple(group.describe() for group in plan.groups),
+        passed_over=plan.chosen.passed_over,
         largest_cap=_largest_cap(config, info, plan, runtime, memory) if memory else 0,
     )
 

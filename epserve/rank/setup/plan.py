@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,14 +31,9 @@ from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.process import ranges
 from epserve.rank.placement import Placement
 
-from .backends import Chosen, activation_format, choose_backends, describe
+from .backends import MEASURED, Chosen, activation_format, choose_backends, describe
 from .groups import LayerGroup, PathPlan, choose_group, kinds_of
-
-MEASURED = {
-    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
-    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll"),
-}
-"""Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
+from .topology import Topology
 
 AUTO_GRAPH_TOKENS = (1, 8, 32, 128, 512)
 """Sizes that are tried as CUDA graphs when the configuration says "auto". Ranks keep those that are faster than eager steps."""
@@ -74,6 +70,15 @@ class RankPlan:
         """Returns the scheme of each layer's experts on the ranks."""
         return {layer: group.spec.quant for group in self.groups for layer in group.layers}
 
+    def runs_as(self, other: RankPlan) -> bool:
+        """Returns whether kernels of the other plan serve this one. Reasons for what was passed over do not matter."""
+        return [_without_reasons(group) for group in self.groups] == [_without_reasons(group) for group in other.groups]
+
+
+def _without_reasons(group: LayerGroup) -> LayerGroup:
+    paths = (replace(path, chosen=replace(path.chosen, passed_over=())) for path in group.paths)
+    return replace(group, paths=tuple(paths), why="")
+
 
 def resolve_device(device: str) -> str:
     """Returns the device. "auto" means cuda if torch sees a GPU."""
@@ -82,10 +87,13 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = True) -> RankPlan:
+def plan_ranks(
+    config: Config, info: ModelInfo, *, device: str, here: bool = True, topology: Topology | None = None
+) -> RankPlan:
     """Returns the plan. Raises ConfigError or Incompatible, with every reason. It takes milliseconds.
 
-    With `here` this machine runs the plan. False plans another machine, as if it had every package and link.
+    With `here` this machine runs the plan. False plans another machine, as if it had every package and link. What the ranks
+    told of their machines, in `topology`, comes before both.
     """
     engine = config.engine
     entries, slices = engine.ranks // engine.tensor_parallel, engine.tensor_parallel
@@ -112,7 +120,7 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
     layers = served_layers(config, info)
     groups = tuple(
         choose_group(kind, of, spec, whole=info.sizes, named=engine.experts,
-                     paths_of=lambda asked: choose_paths(asked, config, here=here))
+                     paths_of=lambda asked: choose_paths(asked, config, here=here, topology=topology))
         for kind, of in kinds_of(info, layers)
     )  # fmt: skip
     # This check finds a wrong file before any weight is read.
@@ -123,7 +131,9 @@ def plan_ranks(config: Config, info: ModelInfo, *, device: str, here: bool = Tru
     return RankPlan(layers=layers, placement=placement, groups=groups)
 
 
-def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple[PathPlan, ...]:
+def choose_paths(
+    spec: LayerSpec, config: Config, *, here: bool = True, topology: Topology | None = None
+) -> tuple[PathPlan, ...]:
     """Returns one path, or one for each candidate with all2all "measured". Raises ConfigError or Incompatible."""
     engine, order = config.engine, config.engine.combine_order
     options = kernel_options(config)
@@ -131,11 +141,10 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
     # all steps are eager.
     auto = engine.cuda_graph_tokens == "auto"
     graphs = bool(engine.cuda_graph_tokens) and spec.device == "cuda" and not auto
+    choose = partial(choose_backends, experts_name=engine.experts, combine_order=order, here=here, topology=topology)
     if engine.all2all != "measured":
         spec = replace(spec, cuda_graph=graphs)
-        chosen = choose_backends(
-            spec, all2all_name=engine.all2all, experts_name=engine.experts, combine_order=order, here=here
-        )
+        chosen = choose(spec, all2all_name=engine.all2all)
         _check_cap(chosen, spec, options.max_tokens_per_rank, "max_tokens_per_rank")
         path = PathPlan(chosen=chosen, spec=spec, options=options)
         # Whatever serves here is timed as it will run.
@@ -149,9 +158,7 @@ def choose_paths(spec: LayerSpec, config: Config, *, here: bool = True) -> tuple
         if name == "local" and spec.layout.num_ranks > 1 and not named:
             continue
         try:
-            chosen = choose_backends(
-                spec, all2all_name=name, experts_name=engine.experts, combine_order=order, here=here
-            )
+            chosen = choose(spec, all2all_name=name)
         except Incompatible as error:
             if named:
                 raise

@@ -9,7 +9,6 @@ rows that come home to a rank.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks import reports
 from epserve import all2all, experts
 from epserve.modular_kernel import (
     ExpertLayout,
@@ -103,7 +103,7 @@ def main() -> None:
             "torch": torch.__version__,
             "ranks": options.ranks,
         }
-        options.json.write_text(json.dumps({"meta": meta, "cells": cells}, indent=1) + "\n")
+        reports.save(options.json, {"meta": meta, "cells": cells})
 
 
 if __name__ == "__main__":

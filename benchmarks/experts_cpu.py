@@ -9,7 +9,6 @@ anew each time, and the median counts. Other work on the machine changes the tim
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from epserve.experts.cpu import library as cpu_library
 from epserve.experts.cpu.fused import VllmCpuExperts
 from epserve.experts.grouped_mm import GroupedMMExperts
@@ -151,7 +151,7 @@ def main() -> None:
         meta = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": options.threads,
                 "load": os.getloadavg(), "torch": torch.__version__, "library": found.version, "file": found.file,
                 "isa": found.isa(torch.bfloat16)}  # fmt: skip
-        options.json.write_text(json.dumps({"meta": meta, "cells": cells}, indent=1) + "\n")
+        reports.save(options.json, {"meta": meta, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ failed or was wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import reports
 from benchmarks.expert_inputs import (
     GROUPS,
     SHAPES,
@@ -170,13 +170,6 @@ def summary(cells: list[dict]) -> list[str]:
     return lines
 
 
-def write(path: Path, report: dict) -> None:
-    """One line a cell."""
-    head = {key: value for key, value in report.items() if key != "cells"}
-    cells = ",\n  ".join(json.dumps(cell) for cell in report["cells"])
-    path.write_text(json.dumps(head)[:-1] + ', "cells": [\n  ' + cells + "\n]}\n")
-
-
 def rounded(cell: dict) -> dict:
     us = {name: {end: round(value, 2) for end, value in seen.items()} for name, seen in cell["us"].items()}
     return {**cell, "us": us, "floor_us": round(cell["floor_us"], 2)}
@@ -207,7 +200,7 @@ def main() -> int:
                 print(report(cell, stored), flush=True)
                 cells.append(rounded(cell))
                 if options.json:
-                    write(options.json, {**head, "cells": cells})
+                    reports.save(options.json, {**head, "cells": cells})
             del weights
             torch.cuda.empty_cache()
     print(*summary(cells), sep="\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import platform
 import statistics
 import time
@@ -18,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import reports
 from benchmarks.data_paths import HIDDEN, Engine
 from epserve.client import AsyncClient
 from epserve.server import replies
@@ -81,7 +81,7 @@ def main() -> None:
     cells = asyncio.run(run(options.scale))
     if options.json:
         meta = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({"meta": meta, "cells": cells}, indent=1) + "\n")
+        reports.save(options.json, {"meta": meta, "cells": cells})
 
 
 if __name__ == "__main__":

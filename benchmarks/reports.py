@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["save", "text"]
 
-WIDTH = 320  # characters. A shorter value stays on the line of its key
+WIDTH = 400  # characters. A shorter value stays on the line of its key
 
 
 def text(report: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ machine's. If both inner sizes are multiples of 32, there are no zeros and nothi
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -19,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import reports
 from epserve import all2all, experts
 from epserve.experts import rows
 from epserve.modular_kernel import (
@@ -109,7 +109,7 @@ def main() -> None:
                           f" {cell['ratio']:.3f} times without", flush=True)  # fmt: skip
     if options.json:
         meta = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({"meta": meta, "cells": cells}, indent=1) + "\n")
+        reports.save(options.json, {"meta": meta, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ wrong or a section has no result at all, 0 when parts were only left out or are 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import drawing, plot_scaling
+from benchmarks import drawing, plot_scaling, reports
 from benchmarks.all2all import LEFT_OUT, UNAVAILABLE, Ranks, copy_to_next_gpu, run_candidate, supervise
 from benchmarks.all2all_candidates import CANDIDATES
 from benchmarks.ep_layer import BACKENDS, REPLICAS, measure
@@ -180,7 +179,7 @@ class Run:
         options = self.options
         options.out.mkdir(parents=True, exist_ok=True)
         self.report["meta"]["seconds"] = round(self.elapsed())
-        self.path().write_text(json.dumps(self.report, indent=1) + "\n")
+        reports.save(self.path(), self.report)
 
     def path(self) -> Path:
         kind = "cpu" if self.options.cpu else self.report["meta"]["gpu"].split()[-1].lower()

@@ -35,13 +35,14 @@ class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
         rows, quantised = self.rows_for_wire(x_MK, quant), self.sends_quantised(quant)
         owner_Mt = self.owner(routing.ids_Mt)
-        ranks = torch.arange(self.ranks.world_size, device=owner_Mt.device)
-        goes_RM = (owner_Mt[None] == ranks[:, None, None]).any(-1)
+        entry_R = torch.arange(self.ranks.world_size, device=owner_Mt.device) // self.slices
+        goes_RM = (owner_Mt[None] == entry_R[:, None, None]).any(-1)
         sends, receives = self.wire.swap_counts(goes_RM.sum(1), phase="dispatch sizes")
 
         dest_S, tokens_S = goes_RM.nonzero(as_tuple=True)
-        slots_St = owner_Mt[tokens_S] == dest_S[:, None]
-        ids_St = torch.where(slots_St, routing.ids_Mt[tokens_S] - self.starts_R[dest_S][:, None], -1)
+        entry_S = entry_R[dest_S]
+        slots_St = owner_Mt[tokens_S] == entry_S[:, None]
+        ids_St = torch.where(slots_St, routing.ids_Mt[tokens_S] - self.starts_R[entry_S][:, None], -1)
         scales = None if rows.scales is None else rows.scales[tokens_S]
         parts = [rows.x[tokens_S], pack_beside(ids_St.int(), routing.weights_Mt[tokens_S], scales)]
         transfer = self.wire.exchange(parts, sends, receives, phase="dispatch")

@@ -185,13 +185,18 @@ class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     def __init__(self, ranks: RankContext, spec: LayerSpec, options: PrepareFinalizeOptions):
         super().__init__(ranks, spec, options)
-        if spec.layout.num_ranks != ranks.world_size:
+        if spec.layout.num_ranks * self.slices != ranks.world_size:
             raise ConfigError(
                 f"the layout places experts on {spec.layout.num_ranks} ranks, there are {ranks.world_size}"
             )
         self.wire = Wire(ranks)
         self.starts_R = torch.tensor(spec.layout.offsets[:-1], dtype=torch.int32, device=ranks.device)
         self.ends_R = torch.tensor(spec.layout.offsets[1:], dtype=torch.int32, device=ranks.device)
+
+    @property
+    def slices(self) -> int:
+        """Returns the number of ranks that share an entry of the layout and that this object joins."""
+        return 1
 
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
         return self.prepare_no_receive(x_MK, routing, quant=quant, tokens_per_rank=tokens_per_rank)()

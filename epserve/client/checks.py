@@ -138,12 +138,17 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
+def requires_gradient(*values: Any) -> bool:
+    """Tells whether torch would record a gradient for one of the values."""
+    return any(getattr(value, "requires_grad", False) for value in values) and _records_gradients()
+
+
 def check_no_gradient(value: Any, field: str) -> None:
     """Raises InvalidRequest for a tensor of torch that requires a gradient while torch records gradients."""
-    if getattr(value, "requires_grad", False) and _records_gradients():
+    if requires_gradient(value):
         text = (
-            f"{field}: requires a gradient, and the service computes no gradients; call under torch.no_grad(), or freeze"
-            " whatever it comes from (adapters, routers and layers before the experts)"
+            f"{field}: requires a gradient, which this call does not record; use the blocking Client.forward, which does, or call"
+            " under torch.no_grad() and then backward"
         )
         raise InvalidRequest(text, field=field)
 

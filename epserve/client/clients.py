@@ -32,6 +32,7 @@ from epserve.protocol import status
 from epserve.protocol.frames import experts_stub
 
 from .attempts import Attempts, Cancellation, ForwardFuture, Readiness
+from .checks import requires_gradient
 from .cuda_region import CudaClientRegion
 from .endpoint import Endpoint
 from .exchange import OutgoingRequest, ReplyAssembly, WireFormat
@@ -87,7 +88,8 @@ class Client(Endpoint):
 
         Args:
             layer: the number of a served layer.
-            hidden: (tokens, hidden size) bf16, fp16 or fp32.
+            hidden: (tokens, hidden size) bf16, fp16 or fp32. When it or `topk_weights` requires a gradient and torch records
+                gradients, the result has one too, and its backward pass is a call of `backward`.
             topk_ids: (tokens, 1 to top_k) integers, logical experts, -1 for none. Without ids and weights the layer's
                 gate chooses, and the service adds shared experts.
             topk_weights: floats of the shape of `topk_ids`.
@@ -102,7 +104,36 @@ class Client(Endpoint):
             CallerError: the request cannot succeed; it is raised at once.
             ServiceError: no attempt succeeded in time.
         """
+        if requires_gradient(hidden, topk_weights):
+            from .autograd import recorded_forward  # imports torch
+
+            kept: dict[str, Any] = {"timeout": timeout, "region": region, "not_finite_rows": not_finite_rows}
+            return recorded_forward(
+                self, layer, hidden, topk_ids, topk_weights, request_id=request_id, wire_format=wire_format, **kept
+            )
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
+        return self._forward(request, self._attempts(timeout), None)
+
+    def backward(
+        self, layer: int, hidden: Any, gradient: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "", region: ClientRegion | CudaClientRegion | None = None,
+        not_finite_rows: list[int] | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Returns the gradients of `hidden` and of `topk_weights`. The latter is float32, or None without weights.
+
+        The service computes the forward again, from the arguments of this call. It cannot tell whether they are those of an
+        earlier `forward`.
+
+        Args:
+            gradient: the gradient of the result of `forward`, (tokens, hidden size) bf16, fp16 or fp32.
+            region: a region of `register_region`. Those of `register_cuda_region` are refused.
+            not_finite_rows: a list that the call fills with the numbers of rows whose gradients hold NaN or infinity.
+
+        The other arguments are those of `forward`, and so are the errors.
+        """
+        request = self._request(
+            layer, hidden, topk_ids, topk_weights, request_id, region, "plain", not_finite_rows, gradient
+        )
         return self._forward(request, self._attempts(timeout), None)
 
     def forward_async(
@@ -283,7 +314,7 @@ class Client(Endpoint):
             span.end()
 
     def _span(self, request: OutgoingRequest) -> tracing.ClientSpan:
-        return tracing.ClientSpan("epserve.forward", {"epserve.layer": request.header.layer})
+        return tracing.ClientSpan(request.span, {"epserve.layer": request.header.layer})
 
 
 class AsyncClient(Endpoint):
@@ -312,10 +343,24 @@ class AsyncClient(Endpoint):
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain",
         not_finite_rows: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Does the same as Client.forward."""
+        """Does the same as Client.forward. Tensors that require a gradient are refused."""
         request = self._request(layer, hidden, topk_ids, topk_weights, request_id, region, wire_format, not_finite_rows)
-        attempts = self._attempts(timeout)
-        with request, tracing.client_call("epserve.forward", {"epserve.layer": request.header.layer}):
+        return await self._sent(request, self._attempts(timeout))
+
+    async def backward(
+        self, layer: int, hidden: Any, gradient: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "", region: ClientRegion | CudaClientRegion | None = None,
+        not_finite_rows: list[int] | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Does the same as Client.backward."""
+        request = self._request(
+            layer, hidden, topk_ids, topk_weights, request_id, region, "plain", not_finite_rows, gradient
+        )
+        return await self._sent(request, self._attempts(timeout))
+
+    async def _sent(self, request: OutgoingRequest, attempts: Attempts) -> Any:
+        """Sends the request until an attempt succeeds."""
+        with request, tracing.client_call(request.span, {"epserve.layer": request.header.layer}):
             while True:
                 self._check_open()
                 request.check_region()
@@ -431,8 +476,8 @@ class AsyncClient(Endpoint):
         if request.async_bell is not None and not tracing.outgoing(()):  # the doorbell takes no trace context
             frame = await request.async_bell.call(partial(request.frame, timeout_s), timeout_s)
             return request.answer(frame)
-        message = request.message()
-        return request.result(await self._stub.Forward(message, timeout=timeout_s, metadata=self.options.metadata))
+        method, message = getattr(self._stub, request.method), request.message()
+        return request.result(await method(message, timeout=timeout_s, metadata=self.options.metadata))
 
     async def _framed(self, request: OutgoingRequest, timeout_s: float) -> Any:
         frames = request.frames(timeout_s)

@@ -45,7 +45,7 @@ class Endpoint:
     def _request(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any,
         request_id: str, region: ClientRegion | CudaClientRegion | None, wire_format: WireFormat,
-        not_finite_rows: list[int] | None,
+        not_finite_rows: list[int] | None, gradient: Any = None,
     ) -> OutgoingRequest:  # fmt: skip
         return OutgoingRequest(
             layer,
@@ -57,6 +57,7 @@ class Endpoint:
             wire_format=wire_format,
             priority=self.options.priority,
             not_finite_rows=not_finite_rows,
+            gradient=gradient,
         )
 
     def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:

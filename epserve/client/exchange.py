@@ -4,7 +4,7 @@ collect."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from epserve.errors import CallerError, InternalError, InvalidRequest, NotFinite, Overloaded
@@ -48,17 +48,19 @@ def _priority(name: str) -> pb.Priority:
 
 
 class OutgoingRequest:
-    """An outgoing request is a forward call, encoded once for all attempts. As a context it settles the region memory
-    at its end.
+    """An outgoing request is a forward or backward call, encoded once for all attempts. As a context it settles the region
+    memory at its end.
 
     Args:
         region: the request names inputs in it and copies the others into it. The result is a tensor in it.
+        gradient: the gradient of the result, for a backward call. The result is then the gradients of `hidden` and of
+            `topk_weights`.
     """
 
     def __init__(
         self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, *, request_id: str,
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
-        not_finite_rows: list[int] | None = None,
+        not_finite_rows: list[int] | None = None, gradient: Any = None,
     ):  # fmt: skip
         if (topk_ids is None) != (topk_weights is None):
             missing = "topk_ids" if topk_ids is None else "topk_weights"
@@ -75,8 +77,12 @@ class OutgoingRequest:
         if region is not None and not isinstance(region, ClientRegion | CudaClientRegion):
             text = f"region: must be what register_region or register_cuda_region gives, got {type(region).__name__}"
             raise InvalidRequest(text, field="region")
+        self.method = "Forward" if gradient is None else "Backward"
         for which, value in ((pb.HIDDEN_STATES, hidden), (pb.TOPK_WEIGHTS, topk_weights)):
-            check_no_gradient(value, wire.FIELDS[which])
+            if gradient is None:
+                check_no_gradient(value, wire.FIELDS[which])
+        if gradient is not None and isinstance(region, CudaClientRegion):
+            raise InvalidRequest("region: Backward takes a region of system memory, not one of a GPU", field="region")
         self._inputs: list[Any] = []
         if isinstance(region, CudaClientRegion):
             kept, plain = region.place(hidden)
@@ -84,7 +90,8 @@ class OutgoingRequest:
         else:
             plain = wire.encode(hidden, "hidden_states")
         self.tensors = {pb.HIDDEN_STATES: plain} if wire_format == "plain" else _quantised(hidden)
-        for which, value in ((pb.TOPK_IDS, topk_ids), (pb.TOPK_WEIGHTS, topk_weights)):
+        others = (pb.TOPK_IDS, topk_ids), (pb.TOPK_WEIGHTS, topk_weights), (pb.OUTPUT_GRADIENTS, gradient)
+        for which, value in others:
             if value is not None:
                 self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
@@ -98,6 +105,7 @@ class OutgoingRequest:
         if wire_format != "plain":
             self.header.reply_dtype = self.reply_dtype
         self._shape = plain.shape
+        self._weights: Any = topk_weights if gradient is not None else None
         self._region = region
         self._output: Any = None
         self._unsettled = False
@@ -107,7 +115,9 @@ class OutgoingRequest:
                 self.header.output.CopyFrom(region.slice_of_block(self._output, plain.nbytes))
         elif region is not None:
             self._place(region, plain.nbytes)
-        self.small = wire.fits_one_message(tuple(self.tensors.values()))
+        # The gradient of weights comes in the reply, wherever the weights lie.
+        weights_bytes = self._weights_header().nbytes if self._weights is not None else 0
+        self.small = wire.fits_one_message(tuple(self.tensors.values())) and weights_bytes <= wire.FRAME_BYTES // 2
 
     def _place(self, region: ClientRegion, reply_bytes: int) -> None:
         for which, tensor in self.tensors.items():
@@ -141,6 +151,11 @@ class OutgoingRequest:
         """Settles the region memory of a call whose result is not wanted any more."""
         self._unsettled = True
         self.__exit__(None, None, None)
+
+    @property
+    def span(self) -> str:
+        """Returns the name of the call in traces."""
+        return f"epserve.{self.method.lower()}"
 
     def check_region(self) -> None:
         """Raises NotReady when the service has forgotten the region since the request was made. Only another region
@@ -193,15 +208,22 @@ class OutgoingRequest:
             log.warning("request %s: answered without experts %s, which are on no rank now", reply.request_id, experts)
         if self._not_finite_rows is not None:
             self._not_finite_rows[:] = reply.not_finite_rows
+        if reply.gradients != (self.method == "Backward"):
+            raise InternalError(
+                f"the service answered a {self.method} with another result; it may be of an older version"
+            )
         got = reply.hidden_states
         if (got.dtype, tuple(got.shape)) != (self.reply_dtype, self._shape):
             wanted = f"{self._shape} {self.reply_dtype}"
             raise InternalError(f"the reply has shape {tuple(got.shape)} dtype {got.dtype}, expected {wanted}")
-        if self._output is not None:
-            if got.region != self.header.output:
-                raise InternalError("the reply lies elsewhere than in the region that was named")
-            return wire.Assembly({})
-        sizes = {pb.HIDDEN_STATES: wire.num_bytes(got)}
+        if self._output is not None and got.region != self.header.output:
+            raise InternalError("the reply lies elsewhere than in the region that was named")
+        sizes = {} if self._output is not None else {pb.HIDDEN_STATES: wire.num_bytes(got)}
+        if self._weights is not None:
+            must, came = self._weights_header(), reply.topk_weights
+            if (came.dtype, tuple(came.shape)) != (must.dtype, must.shape):
+                raise InternalError(f"the reply's weights have shape {tuple(came.shape)}, expected {must.shape}")
+            sizes[pb.TOPK_WEIGHTS] = wire.num_bytes(came)
         if self.reply_dtype == pb.FP8_E4M3:
             scales = reply.hidden_scales
             if scales.dtype != pb.FP32 or tuple(scales.shape) != (self._shape[0], self._shape[1] // 128):
@@ -213,8 +235,22 @@ class OutgoingRequest:
         return assembly
 
     def decode(self, assembly: wire.Assembly) -> Any:
-        """Returns the result with the kind, dtype, shape and device of the sent tensor."""
+        """Returns the result with the kind, dtype, shape and device of the sent tensor. A backward call gives two results,
+        the second one None without weights."""
         buffers = assembly.finish()
+        result = self._rows(buffers)
+        if self.method == "Forward":
+            return result
+        if self._weights is None:
+            return result, None
+        header, as_torch = self._weights_header().header(), wire.is_torch(self._weights)
+        weights = wire.decode(buffers.get(pb.TOPK_WEIGHTS, b""), header, as_torch=as_torch)
+        return result, weights.to(self._weights.device) if as_torch else weights
+
+    def _weights_header(self) -> wire.WireTensor:
+        return wire.WireTensor(dtype=pb.FP32, shape=tuple(self._weights.shape), data=memoryview(b""))
+
+    def _rows(self, buffers: Mapping[pb.Field, Any]) -> Any:
         header = pb.Tensor(dtype=self.reply_dtype, shape=self._shape)
         as_torch = wire.is_torch(self.like)
         if self._output is not None and isinstance(self._region, CudaClientRegion):

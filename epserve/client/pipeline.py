@@ -46,6 +46,20 @@ class Pipeline:
             layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority,
             not_finite_rows=not_finite_rows,
         )  # fmt: skip
+        return await self._sent(request, timeout)
+
+    async def backward(
+        self, layer: int, hidden: Any, gradient: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        timeout: float | None = None, request_id: str = "", not_finite_rows: list[int] | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Does the same as AsyncClient.backward. Raises EpserveError."""
+        request = OutgoingRequest(
+            layer, hidden, topk_ids, topk_weights, request_id=request_id, priority=self._options.priority,
+            not_finite_rows=not_finite_rows, gradient=gradient,
+        )  # fmt: skip
+        return await self._sent(request, timeout)
+
+    async def _sent(self, request: OutgoingRequest, timeout: float | None) -> Any:
         attempts = Attempts(self._options.retry, self._options.timeout_s if timeout is None else timeout)
         while True:
             try:

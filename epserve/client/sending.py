@@ -36,8 +36,8 @@ class Sender:
         """Sends the request and returns its result. cancellation: None when no future can cancel the call."""
         if cancellation is None and request.small and not _over_bell(request):
             # In this thread: a future's call goes through another one, 0.2 ms.
-            message = request.message()
-            return request.result(self._stub.Forward(message, timeout=timeout_s, metadata=self._options.metadata))
+            method, message = getattr(self._stub, request.method), request.message()
+            return request.result(method(message, timeout=timeout_s, metadata=self._options.metadata))
         return self.start(request, timeout_s, cancellation).result()
 
     def start(self, request: OutgoingRequest, timeout_s: float, cancellation: Any = None) -> Started:
@@ -50,7 +50,8 @@ class Sender:
             return _Stream(request, stream, self._target)
         if _over_bell(request):
             return _Rung(request, request.bell.begin(request.frame(timeout_s), timeout_s, cancellation))  # type: ignore[union-attr]
-        call = self._stub.Forward.future(request.message(), timeout=timeout_s, metadata=self._options.metadata)
+        method = getattr(self._stub, request.method)
+        call = method.future(request.message(), timeout=timeout_s, metadata=self._options.metadata)
         if cancellation is not None:
             cancellation.watch(call)
         return _Message(request, call)

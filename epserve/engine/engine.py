@@ -171,13 +171,13 @@ class Engine:
         self._set_state("stopped")
 
     async def forward(self, batch: Batch) -> torch.Tensor:
-        """One layer on one batch: `(M, K)` in the model's dtype. Raises only EpserveErrors."""
+        """One layer on one batch: `(M, K)` in the model's dtype, or a backward batch's gradients. Raises only EpserveErrors."""
         scheduler = self._scheduler
         if scheduler is None or self._state not in UP:
             raise NotReady(f"the service is {self._state}")
         checked = self._check(batch)
         if not checked.num_tokens:
-            return torch.empty_like(checked.hidden)
+            return checked.hidden.new_empty((0, checked.columns))
         return await scheduler.submit(checked)
 
     def buffer(self, nbytes: int) -> Any:
@@ -304,6 +304,9 @@ class Engine:
             raise InvalidRequest(text, field="hidden_states")
         if hidden.dtype != shape.dtype:
             raise InvalidRequest(f"hidden_states: {hidden.dtype}, the model has {shape.dtype}", field="hidden_states")
+        if batch.gradient is not None and (batch.gradient.shape, batch.gradient.dtype) != (hidden.shape, hidden.dtype):
+            text = f"output_gradients: {tuple(batch.gradient.shape)} {batch.gradient.dtype}, must be as hidden_states:"
+            raise InvalidRequest(f"{text} {tuple(hidden.shape)} {hidden.dtype}", field="output_gradients")
         if (batch.ids is None) != (batch.weights is None):
             raise InvalidRequest("topk_ids and topk_weights come together", field="topk_ids")
         if batch.ids is None and self.info.gate.scoring == "client":

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-from epserve.rank.step import RegionRows
+from epserve.rank.step import RegionRows, gradient_columns
 
 from .budgets import Claim
+
+BACKWARD_COST = 2
+"""Time of a backward token over that of a forward one, about (benchmarks/gradients.py)."""
 
 
 class Priority(IntEnum):
@@ -35,13 +38,15 @@ class Batch:
     """One request. `hidden` `(M, K)` on the CPU in the model's dtype; with a `source` it has no values (device meta).
 
     ids `(M, t)` int32 logical and weights `(M, t)` float32: both, or neither (then the service gates and adds the shared
-    experts). deadline: in time.monotonic() seconds.
+    experts). gradient: of the results, `(M, K)` in the model's dtype. With it the request is a backward one, and its result is
+    gradients. deadline: in time.monotonic() seconds.
     """
 
     layer: int
     hidden: torch.Tensor
     ids: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
     deadline: float
     request_id: str = ""
     client: str = ""
@@ -73,20 +78,37 @@ class Batch:
         return "block" if self.ids is None else "routed"
 
     @property
+    def backward(self) -> bool:
+        return self.gradient is not None
+
+    @property
     def num_tokens(self) -> int:
         return self.hidden.shape[0]
 
     @property
+    def columns(self) -> int:
+        """Of the result. Behind the gradients of rows come those of routing weights (`joined_gradients`)."""
+        hidden = self.hidden.shape[1]
+        if self.gradient is None or self.ids is None:
+            return hidden
+        return gradient_columns(hidden, self.ids.shape[1], self.hidden.dtype)
+
+    @property
+    def share(self) -> float:
+        """What the flow's clock divides tokens by: a backward token takes about as long as two others."""
+        return self.priority / (BACKWARD_COST if self.backward else 1)
+
+    @property
     def key(self) -> Key:
         """Requests with equal keys can share a step."""
-        return self.layer, self.mode, 0 if self.ids is None else self.ids.shape[1]
+        return self.layer, self.mode, 0 if self.ids is None else self.ids.shape[1], self.backward
 
     @property
     def flow(self) -> Flow:
         return self.client, self.priority
 
 
-Key = tuple[int, str, int]
+Key = tuple[int, str, int, bool]
 Flow = tuple[str, Priority]
 """A client's requests of one priority: what gets a fair share."""
 
@@ -137,7 +159,7 @@ class JoinedStep:
         return sum(piece.num_tokens for piece in self.pieces)
 
     @property
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> Key:
         return self.pieces[0].item.batch.key
 
 
@@ -176,7 +198,7 @@ class StepQueue:
     def add(self, item: Item) -> None:
         batch = item.batch
         item.start = max(self._now, self._clocks.get(batch.flow, 0.0))
-        due = self._clocks[batch.flow] = item.start + batch.num_tokens / batch.priority
+        due = self._clocks[batch.flow] = item.start + batch.num_tokens / batch.share
         heapq.heappush(self._lanes.setdefault(batch.key, []), (due, next(self._numbers), item))
         self._size += 1
 
@@ -219,7 +241,7 @@ class StepQueue:
                 heapq.heappop(lane)
                 self._size -= 1
         # Up to where the one whose turn it was got; those that joined it were ahead of theirs.
-        self._now = max(self._now, head.start + head.taken / head.batch.priority)
+        self._now = max(self._now, head.start + head.taken / head.batch.share)
         self._forget_clocks()
         return JoinedStep(pieces=tuple(pieces))
 

@@ -234,7 +234,7 @@ class Scheduler:
         if tied is None:
             return
         step = tied
-        layer, mode, _ = step.key
+        layer, mode, _, backward = step.key
         shares = spread(step, self._ranks.num_ranks, pins)
         on_devices = tuple(device_rows(step, mine) for mine in shares) if pins else ()
         plan = StepPlan(
@@ -242,6 +242,8 @@ class Scheduler:
             layer=layer,
             mode=mode,
             tokens_per_rank=tuple(sum(share.num_tokens for share in mine) for mine in shares),
+            backward=backward,
+            columns=step.pieces[0].item.batch.columns,
             parts=tuple(piece.num_tokens for piece in step.pieces),
             shares=tuple(tuple((share.part, share.num_tokens) for share in mine) for mine in shares),
             device_rows=on_devices,
@@ -335,7 +337,7 @@ def _record(plan: StepPlan, step: JoinedStep, start: float) -> StepRecord:
     return StepRecord(
         step=plan.step,
         layer=plan.layer,
-        mode=plan.mode,
+        mode=f"{plan.mode} backward" if plan.backward else plan.mode,
         tokens_per_rank=plan.tokens_per_rank,
         started=start,
         ended=time.monotonic(),

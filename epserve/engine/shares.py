@@ -118,23 +118,24 @@ def refusal(piece: Piece, why: Mapping[str, Any]) -> InvalidRequest:
     return not_finite(piece.item.batch.hidden.dtype, piece.start + why["row"], why["column"], why["value"])
 
 
-def not_finite(dtype: torch.dtype, row: int, column: int, value: str) -> InvalidRequest:
+def not_finite(dtype: torch.dtype, row: int, column: int, value: str, field: str = "hidden_states") -> InvalidRequest:
     """dtype: the model's. value: what is there, and what it becomes."""
     name = str(dtype).removeprefix("torch.")
     return InvalidRequest(
-        f"hidden_states: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row}, column"
+        f"{field}: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row}, column"
         f" {column}: {value}; send finite ones",
-        field="hidden_states",
+        field=field,
     )
 
 
 def shards(step: JoinedStep, shares: Shares, empty: Callable[..., torch.Tensor] = plain) -> list[list[torch.Tensor]]:
-    """What each rank gets: its rows of hidden states, and of ids and weights where the step is routed.
+    """What each rank gets: its rows of hidden states, of gradients in a backward step, and of ids and weights in a routed one.
 
     Hidden states in a region of the rank's GPU are not among them. empty: (shape, dtype) -> a tensor for the rows of several
     requests. A single one's are not copied.
     """
-    names = ("hidden",) if step.key[1] == "block" else ("hidden", "ids", "weights")
+    _, mode, _, backward = step.key
+    names = ("hidden", *(("gradient",) if backward else ()), *(("ids", "weights") if mode == "routed" else ()))
     return [[_gather(step, mine, name, empty) for name in names] for mine in shares]
 
 
@@ -171,8 +172,8 @@ def _put(piece: Piece, chunks: Sequence[torch.Tensor]) -> None:
         item.out_MK = rows
         return
     if item.out_MK is None:
-        hidden = item.batch.hidden
-        item.out_MK = torch.empty(hidden.shape, dtype=hidden.dtype)
+        batch = item.batch
+        item.out_MK = torch.empty((batch.num_tokens, batch.columns), dtype=batch.hidden.dtype)
     at = piece.start
     for chunk in chunks:
         item.out_MK[at : at + len(chunk)] = chunk

@@ -319,14 +319,19 @@ class _Guest:
         if source is not None:
             info = self._engine.info
             tensors = [somewhere(int(device["rows"]), info.hidden, info.dtype), *tensors]
-        if len(tensors) not in (1, 3):
-            raise InvalidRequest(f"tensors: {len(tensors)} came, must be 1 or 3", field="tensors")
-        ids, weights = tensors[1:] if len(tensors) == 3 else (None, None)
+        backward = bool(header.get("backward"))
+        if len(tensors) - backward not in (1, 3):
+            text = f"tensors: {len(tensors)} came, must be {1 + backward} or {3 + backward}"
+            raise InvalidRequest(text, field="tensors")
+        hidden, *routed = tensors
+        gradient = routed.pop(0) if backward else None
+        ids, weights = routed or (None, None)
         return Batch(
             layer=int(header["layer"]),
-            hidden=tensors[0],
+            hidden=hidden,
             ids=ids,
             weights=weights,
+            gradient=gradient,
             deadline=time.monotonic() + float(header["timeout_s"]),
             request_id=str(header["request_id"]),
             client=str(header["client"]),

@@ -106,6 +106,7 @@ class RemoteEngine:
             raise NotReady(f"the service is {self._state}")
         routed = () if batch.ids is None or batch.weights is None else (batch.ids, batch.weights)
         hidden = (batch.hidden,) if batch.source is None else ()
+        gradient = () if batch.gradient is None else (batch.gradient,)
         header = {
             "kind": "forward",
             "layer": batch.layer,
@@ -114,9 +115,10 @@ class RemoteEngine:
             "client": batch.client,
             "priority": int(batch.priority),
             **({"claim": batch.claim.as_json()} if batch.claim is not None else {}),
+            **({"backward": True} if gradient else {}),
             **guest_regions.as_json(batch),
         }
-        return await self._ask(header, (*hidden, *routed), batch, batch.deadline + LATE_S)
+        return await self._ask(header, (*hidden, *gradient, *routed), batch, batch.deadline + LATE_S)
 
     async def rebalance(self) -> Any:
         return await self._change("rebalance")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from epserve.experts import rows
+from epserve.experts.activation import activate
 from epserve.experts.triton import dense
 from epserve.modular_kernel import Activation, ExpertWeights, GateWeights
 
@@ -43,6 +44,11 @@ class SharedExperts:
             return y_MK if self.gate_1K is None else torch.sigmoid(rows.linear(x_MK, self.gate_1K)) * y_MK
 
         return finish
+
+    def differentiable(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """The same by operators that have a derivative, which the kernels lack."""
+        y_MK = rows.linear(activate(rows.linear(x_MK, self.w13_SK), self.activation), self.w2_KS)
+        return y_MK if self.gate_1K is None else torch.sigmoid(rows.linear(x_MK, self.gate_1K)) * y_MK
 
     def fitted(self) -> SharedExperts:
         """Returns the weights in the device's preferred layout. On the CPU, zeros follow the rows."""

@@ -74,7 +74,7 @@ class PoolSteps:
             sum(part.rows for part in parts if part.target is None) if parts else count
             for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
         ]
-        out_MK = ranks.empty((sum(coming), shape.hidden), shape.dtype)
+        out_MK = ranks.empty((sum(coming), plan.columns or shape.hidden), shape.dtype)
         header = {
             "step": plan.step,
             "generation": ranks.generation,
@@ -82,6 +82,7 @@ class PoolSteps:
             "mode": plan.mode,
             "tokens_per_rank": plan.tokens_per_rank,
             "placement": ranks.arrangement.placements[plan.layer].version,
+            **({"backward": True} if plan.backward else {}),
         }
         missing = ranks.arrangement.placements[plan.layer].missing
         shares = plan.shares if missing else ()

@@ -37,6 +37,7 @@ class Field(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOPK_IDS: _ClassVar[Field]
     TOPK_WEIGHTS: _ClassVar[Field]
     HIDDEN_SCALES: _ClassVar[Field]
+    OUTPUT_GRADIENTS: _ClassVar[Field]
 DTYPE_UNSPECIFIED: DType
 BF16: DType
 FP16: DType
@@ -59,6 +60,7 @@ HIDDEN_STATES: Field
 TOPK_IDS: Field
 TOPK_WEIGHTS: Field
 HIDDEN_SCALES: Field
+OUTPUT_GRADIENTS: Field
 
 class Tensor(_message.Message):
     __slots__ = ("data", "dtype", "shape", "region")
@@ -83,7 +85,7 @@ class RegionSlice(_message.Message):
     def __init__(self, region: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms", "hidden_scales", "output", "reply_dtype", "priority", "keep_not_finite")
+    __slots__ = ("request_id", "layer", "hidden_states", "topk_ids", "topk_weights", "timeout_ms", "hidden_scales", "output", "reply_dtype", "priority", "keep_not_finite", "output_gradients")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,7 @@ class ForwardRequest(_message.Message):
     REPLY_DTYPE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     KEEP_NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     layer: int
     hidden_states: Tensor
@@ -106,23 +109,28 @@ class ForwardRequest(_message.Message):
     reply_dtype: DType
     priority: Priority
     keep_not_finite: bool
-    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., priority: _Optional[_Union[Priority, str]] = ..., keep_not_finite: _Optional[bool] = ...) -> None: ...
+    output_gradients: Tensor
+    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[RegionSlice, _Mapping]] = ..., reply_dtype: _Optional[_Union[DType, str]] = ..., priority: _Optional[_Union[Priority, str]] = ..., keep_not_finite: _Optional[bool] = ..., output_gradients: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
-    __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales", "left_out_experts", "not_finite_rows")
+    __slots__ = ("request_id", "hidden_states", "timings", "hidden_scales", "left_out_experts", "not_finite_rows", "topk_weights", "gradients")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SCALES_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     hidden_states: Tensor
     timings: Timings
     hidden_scales: Tensor
     left_out_experts: _containers.RepeatedScalarFieldContainer[int]
     not_finite_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., left_out_experts: _Optional[_Iterable[int]] = ..., not_finite_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    topk_weights: Tensor
+    gradients: bool
+    def __init__(self, request_id: _Optional[str] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hidden_scales: _Optional[_Union[Tensor, _Mapping]] = ..., left_out_experts: _Optional[_Iterable[int]] = ..., not_finite_rows: _Optional[_Iterable[int]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., gradients: _Optional[bool] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("codec_us", "engine_us", "queue_us", "steps_us")

@@ -40,6 +40,11 @@ class ExpertsStub:
                 request_serializer=epserve__pb2.ForwardRequest.SerializeToString,
                 response_deserializer=epserve__pb2.ForwardReply.FromString,
                 _registered_method=True)
+        self.Backward = channel.unary_unary(
+                '/epserve.v1.Experts/Backward',
+                request_serializer=epserve__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=epserve__pb2.ForwardReply.FromString,
+                _registered_method=True)
         self.ForwardStream = channel.stream_stream(
                 '/epserve.v1.Experts/ForwardStream',
                 request_serializer=epserve__pb2.RequestFrame.SerializeToString,
@@ -78,8 +83,18 @@ class ExpertsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backward(self, request, context):
+        """The gradients of a Forward, from its request and the gradients of its result (output_gradients). The reply has the gradients of
+        hidden_states in hidden_states and, where the request has topk_weights, theirs in topk_weights. Without topk_ids they are those
+        of a whole block: through the experts, the gate and the shared experts. Weights are frozen and have none. The ranks compute the
+        forward again and keep nothing between the two calls, so nothing can tell whether the request is the Forward's own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForwardStream(self, request_iterator, context):
-        """Many requests on one stream. Replies carry the number of their call and come in any order.
+        """Many requests on one stream, those with output_gradients as for Backward. Replies carry the number of their call and come in any order.
 
         A request is one `begin` frame and, where tensors do not fit in it, `part` frames that continue their bytes. All parts
         of a call precede the next `begin`. Replies are cut the same way, but frames of several replies may be interleaved.
@@ -125,6 +140,11 @@ def add_ExpertsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Forward': grpc.unary_unary_rpc_method_handler(
                     servicer.Forward,
+                    request_deserializer=epserve__pb2.ForwardRequest.FromString,
+                    response_serializer=epserve__pb2.ForwardReply.SerializeToString,
+            ),
+            'Backward': grpc.unary_unary_rpc_method_handler(
+                    servicer.Backward,
                     request_deserializer=epserve__pb2.ForwardRequest.FromString,
                     response_serializer=epserve__pb2.ForwardReply.SerializeToString,
             ),
@@ -180,6 +200,33 @@ class Experts:
             request,
             target,
             '/epserve.v1.Experts/Forward',
+            epserve__pb2.ForwardRequest.SerializeToString,
+            epserve__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epserve.v1.Experts/Backward',
             epserve__pb2.ForwardRequest.SerializeToString,
             epserve__pb2.ForwardReply.FromString,
             options,

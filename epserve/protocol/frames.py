@@ -18,6 +18,8 @@ from . import messages
 from .messages import Outgoing, Received, read_varint, varint
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+SINGLE = ("Forward", "Backward")
+"""Methods whose request and reply are one message each."""
 CALL, BEGIN, PART, FIELD, DATA = 0x08, 0x12, 0x1A, 0x08, 0x12
 """The tags of fields. call = 1 and field = 1 are varints. begin = 2, part = 3 and data = 2 have a length."""
 
@@ -96,17 +98,19 @@ def begun(frame: Any) -> Received:
 
 
 def experts_stub(channel: Any) -> pb_grpc.ExpertsStub:
-    """Returns the generated stub of a channel (asyncio's or not), with other types in two methods.
+    """Returns the generated stub of a channel (asyncio's or not), with other types in some methods.
 
-    Forward takes Outgoing and returns Received. ForwardStream has frames of this module.
+    Forward and Backward take Outgoing and return Received. ForwardStream has frames of this module.
     """
     made = pb_grpc.ExpertsStub(channel)
-    made.Forward = channel.unary_unary(
-        f"/{SERVICE}/Forward",
-        request_serializer=messages.serialise,
-        response_deserializer=messages.parse_reply,
-        _registered_method=True,
-    )
+    for name in SINGLE:
+        method = channel.unary_unary(
+            f"/{SERVICE}/{name}",
+            request_serializer=messages.serialise,
+            response_deserializer=messages.parse_reply,
+            _registered_method=True,
+        )
+        setattr(made, name, method)
     made.ForwardStream = channel.stream_stream(
         f"/{SERVICE}/ForwardStream",
         request_serializer=serialise,
@@ -117,12 +121,17 @@ def experts_stub(channel: Any) -> pb_grpc.ExpertsStub:
 
 
 def add_experts_servicer(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds a servicer like the generated function. Forward gets Received and returns Outgoing, and the stream has our frames."""
+    """Adds a servicer like the generated function. Forward and Backward get Received and return Outgoing, and the stream has our
+    frames."""
     pb_grpc.add_ExpertsServicer_to_server(servicer, server)
     methods = {
-        "Forward": grpc.unary_unary_rpc_method_handler(
-            servicer.Forward, request_deserializer=messages.parse_request, response_serializer=messages.serialise
-        ),
+        name: grpc.unary_unary_rpc_method_handler(
+            getattr(servicer, name),
+            request_deserializer=messages.parse_request,
+            response_serializer=messages.serialise,
+        )
+        for name in SINGLE
+    } | {
         "ForwardStream": grpc.stream_stream_rpc_method_handler(
             servicer.ForwardStream, request_deserializer=parse_request, response_serializer=serialise
         ),

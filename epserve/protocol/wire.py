@@ -25,7 +25,7 @@ OVERHEAD_BYTES = 64 << 10
 
 FIELDS = {
     pb.HIDDEN_STATES: "hidden_states", pb.HIDDEN_SCALES: "hidden_scales",
-    pb.TOPK_IDS: "topk_ids", pb.TOPK_WEIGHTS: "topk_weights",
+    pb.TOPK_IDS: "topk_ids", pb.TOPK_WEIGHTS: "topk_weights", pb.OUTPUT_GRADIENTS: "output_gradients",
 }  # fmt: skip
 DTYPE_NAMES = {
     pb.BF16: "bfloat16", pb.FP16: "float16", pb.FP32: "float32", pb.FP64: "float64",

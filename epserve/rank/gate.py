@@ -31,11 +31,23 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
         and kernels.chooses(spec, weights.weight_EK.shape[0])
     ):
         return kernels.route(x_MK, weights, spec)
+    return route_logits(_logits(x_MK, weights, spec), weights.correction_bias_E, spec)
+
+
+def weights_of(x_MK: torch.Tensor, ids_Mt: torch.Tensor, weights: GateWeights, spec: GateSpec) -> torch.Tensor:
+    """Returns the float32 weights of experts that `route` has chosen, by operators that have a derivative.
+
+    The choice itself has none, and is not made again: its kernels and torch may differ between nearly equal scores.
+    """
+    logits_ME = _logits(x_MK, weights, spec)
+    scores_ME = logits_ME if spec.scoring == "softmax_of_topk" else _scores(logits_ME, spec.scoring)
+    return _weights(scores_ME.gather(1, ids_Mt.long()), logits_ME.dtype, spec).float()
+
+
+def _logits(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> torch.Tensor:
     if spec.logits_float32:
-        logits_ME = F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
-    else:
-        logits_ME = rows.linear(x_MK, weights.weight_EK, weights.bias_E)
-    return route_logits(logits_ME, weights.correction_bias_E, spec)
+        return F.linear(x_MK.float(), weights.weight_EK.float(), _float(weights.bias_E))
+    return rows.linear(x_MK, weights.weight_EK, weights.bias_E)
 
 
 def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
@@ -46,21 +58,24 @@ def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None
         return kernels.choose(logits_ME, correction_bias_E, spec)
     if spec.scoring == "softmax_of_topk":
         chosen_Mt, ids_Mt = _top(logits_ME, spec.top_k, spec.sorted)
-        weights_Mt = torch.softmax(chosen_Mt, dim=-1)
     else:
         scores_ME = _scores(logits_ME, spec.scoring)
         choice_ME = scores_ME if correction_bias_E is None else scores_ME + correction_bias_E
         if spec.num_groups > 1:
             choice_ME = _limit_to_groups(choice_ME, spec)
         ids_Mt = _top(choice_ME, spec.top_k, spec.sorted)[1]
-        weights_Mt = scores_ME.gather(1, ids_Mt)
+        chosen_Mt = scores_ME.gather(1, ids_Mt)
+    return Routing(ids_Mt=ids_Mt.int(), weights_Mt=_weights(chosen_Mt, logits_ME.dtype, spec).float())
+
+
+def _weights(chosen_Mt: torch.Tensor, dtype: torch.dtype, spec: GateSpec) -> torch.Tensor:
+    """Computes the weights of the chosen experts from their scores, or from their logits with "softmax_of_topk"."""
+    weights_Mt = torch.softmax(chosen_Mt, dim=-1) if spec.scoring == "softmax_of_topk" else chosen_Mt
     if spec.renormalise:
         weights_Mt = weights_Mt / (weights_Mt.sum(dim=-1, keepdim=True) + spec.renormalise_epsilon)
     if spec.routed_scaling_factor != 1.0:
         weights_Mt = weights_Mt * spec.routed_scaling_factor
-    if spec.round_weights:
-        weights_Mt = weights_Mt.to(logits_ME.dtype)
-    return Routing(ids_Mt=ids_Mt.int(), weights_Mt=weights_Mt.float())
+    return weights_Mt.to(dtype) if spec.round_weights else weights_Mt
 
 
 def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeights:

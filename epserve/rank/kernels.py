@@ -33,6 +33,7 @@ from epserve.modular_kernel.steps import worth
 from epserve.modular_kernel.steps.graphs import StepGraphs, kernel_step, why_no_graphs
 from epserve.modular_kernel.steps.in_flight import TwoInFlight, why_not_two
 
+from .backward.kernel import RankGradients
 from .device_facts import free_bytes
 from .layer_step import LayerStep
 from .setup.groups import LayerGroup, PathPlan
@@ -185,6 +186,7 @@ class RankKernels:
         self.first = next(iter(self.paths.values()))
         self.workspaces, self.second = Workspaces(ranks.device), Workspaces(ranks.device)
         self.crossover: Crossover | None = None
+        self.gradients: RankGradients | None = None
         self.ranks = ranks
         self.graph_bytes, self.graph_seconds = 0, 0.0
         """Memory of the device that went into graphs since the last warm-up, by the driver's account, and time."""
@@ -207,6 +209,7 @@ class RankKernels:
         self.ranks = ranks
         for path in self.paths.values():
             path.build(ranks, self.workspaces, self.second)
+        self.gradients = RankGradients(ranks, self.first.plan.spec, self.first.plan.options)
 
     @property
     def packs_weights(self) -> bool:
@@ -285,6 +288,17 @@ class RankKernels:
         """Returns the path of a step, the same on all ranks."""
         return self.first if self.crossover is None else self.paths[self.crossover.choice(tokens_per_rank)]
 
+    def backward(
+        self, x_MK: torch.Tensor, g_MK: torch.Tensor, routing: Routing, *, weights: ExpertWeights, tokens_per_rank
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs one backward step (`RankGradients.backward`). Collective."""
+        assert self.gradients is not None
+        assert self.first.kernel is not None
+        on_phase = self.first.kernel.on_phase
+        return self.gradients.backward(
+            x_MK, g_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, on_phase=on_phase
+        )
+
     def check(self) -> None:
         """Raises RankFailed as FusedMoEPrepareAndFinalizeModular.check does."""
         for path in self.paths.values():
@@ -344,12 +358,14 @@ class RankKernels:
 
     def leave(self) -> None:
         """Calls Path.leave of every path."""
+        self.gradients = None
         for path in self.paths.values():
             path.leave()
         self.ranks = replace(self.ranks, group=None)
 
     def destroy(self) -> None:
         """Destroys every path, also when an earlier one fails. Collective."""
+        self.gradients = None
         errors = []
         for path in self.paths.values():
             try:

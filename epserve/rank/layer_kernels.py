@@ -123,6 +123,13 @@ class LayerKernels:
         """Runs a step behind its gate, by physical ids, on the kernels of its layer. Collective."""
         return self.of(layer).path_of(arguments["tokens_per_rank"]).eager(x_MK, routing, **arguments)
 
+    def backward(
+        self, layer: int, x_MK: torch.Tensor, g_MK: torch.Tensor, routing: Routing, *, weights: ExpertWeights,
+        tokens_per_rank: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Runs one backward step. Collective."""
+        return self.of(layer).backward(x_MK, g_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank)
+
     def check(self) -> None:
         """Raises RankFailed."""
         for kernels in self.groups:

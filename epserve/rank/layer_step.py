@@ -5,7 +5,7 @@ The same parts run one by one for any number of rows, or as one CUDA graph on a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,12 +16,15 @@ from epserve.modular_kernel.kernel import SharedExperts
 from epserve.modular_kernel.measured.crossover import example
 from epserve.modular_kernel.steps.graphs import Forward, Run, StaticBatch
 
+from .backward.result import step_result
 from .expert_load import LoadCounter
 from .gate import route, whole
 from .placement import Placement, to_physical
 
 Key = tuple[int, int, str]
 """A layer, the version of its placement, and the mode: a rank finds its graphs by them."""
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`RankKernels.backward`."""
 BLOCK, ROUTED = "block", "routed"
 
 
@@ -66,6 +69,27 @@ class LayerStep:
             x_MK, whole(physical, self.gate.top_k), weights=self.weights.experts, tokens_per_rank=tokens_per_rank,
             shared_experts=self.shared,
         )  # fmt: skip
+
+    def gradients(
+        self,
+        backward: Backward,
+        both: tuple[torch.Tensor, torch.Tensor],
+        logical: Routing,
+        tokens_per_rank: Sequence[int],
+        first: int,
+    ) -> torch.Tensor:
+        """Runs the part behind the gate of a backward step. Collective.
+
+        Args:
+            backward: the kernels' backward.
+            both: this rank's rows, and the gradients of their results.
+            logical: logical ids, and their weights.
+            tokens_per_rank: rows of each rank.
+            first: number of the first row among the tokens of all ranks.
+        """
+        physical = whole(to_physical(logical, self.placement, token_offset=first), self.gate.top_k)
+        found = backward(*both, physical, weights=self.weights.experts, tokens_per_rank=tokens_per_rank)
+        return step_result(found, both, logical, self.weights, self.gate if self.mode == BLOCK else None)
 
     def eager(
         self, forward: Forward, x_MK: torch.Tensor, given: Routing | None, tokens_per_rank: Sequence[int]

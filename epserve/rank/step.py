@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from epserve.config import Config
+from epserve.errors import InternalError
 from epserve.models import LayerWeights
+from epserve.modular_kernel import ExpertShape, RankContext
 
 from .placement import Placement
 from .setup.topology import Topology
@@ -63,12 +65,18 @@ class StepPlan:
 
     In mode "block" the rank gates its tokens and adds the shared experts. In mode "routed" the step brings logical ids and
     weights, and only the routed experts run. `tokens_per_rank` is M of each rank, zero allowed.
+
+    A backward step brings the gradients of the forward's results too, and its result has gradients in place of rows
+    (`joined_gradients`).
     """
 
     step: int
     layer: int
     mode: str
     tokens_per_rank: tuple[int, ...]
+    backward: bool = False
+    columns: int = 0
+    """Columns of the result. 0: the model's hidden size."""
     placement: int = 0
     """Version of the layer's placement. No step mixes two versions."""
     parts: tuple[int, ...] = ()
@@ -117,3 +125,44 @@ class Counters:
     steps: int = 0
     tokens: int = 0
     slots: int = 0
+
+
+def check_tensors(
+    plan: StepPlan,
+    ranks: RankContext,
+    shape: ExpertShape,
+    tensors: tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Raises InternalError unless the rows, ids, weights and gradients of a rank are those that its plan announces."""
+    x_MK, ids_Mt, weights_Mt, gradient_MK = tensors
+    if len(plan.tokens_per_rank) != ranks.world_size:
+        raise InternalError(f"plan for {len(plan.tokens_per_rank)} ranks, there are {ranks.world_size}")
+    expected = (plan.tokens_per_rank[ranks.rank], shape.hidden)
+    if tuple(x_MK.shape) != expected or x_MK.dtype != shape.dtype:
+        raise InternalError(f"hidden states {tuple(x_MK.shape)} {x_MK.dtype}, planned {expected} {shape.dtype}")
+    if plan.backward != (gradient_MK is not None):
+        raise InternalError(f"backward {plan.backward} with gradients {gradient_MK is not None}")
+    if gradient_MK is not None and (tuple(gradient_MK.shape), gradient_MK.dtype) != (expected, shape.dtype):
+        raise InternalError(f"gradients {tuple(gradient_MK.shape)} {gradient_MK.dtype}, planned {expected}")
+    if plan.mode not in ("block", "routed"):
+        raise InternalError(f"mode {plan.mode!r} is not 'block' or 'routed'")
+    if (plan.mode == "routed") != (ids_Mt is not None and weights_Mt is not None):
+        raise InternalError(f"mode {plan.mode!r} with ids {ids_Mt is not None}, weights {weights_Mt is not None}")
+
+
+def gradient_columns(hidden: int, top_k: int, dtype: torch.dtype) -> int:
+    """Returns the columns of `joined_gradients`."""
+    return hidden + top_k * torch.float32.itemsize // dtype.itemsize
+
+
+def joined_gradients(dx_MK: torch.Tensor, dw_Mt: torch.Tensor) -> torch.Tensor:
+    """Returns the gradients of rows, and behind them the bits of those of the routing weights, as one tensor.
+
+    A step has one result, whose rows are handed out to requests. The weights' gradients stay float32.
+    """
+    return torch.cat((dx_MK, dw_Mt.contiguous().view(dx_MK.dtype)), dim=1)
+
+
+def split_gradients(joined: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undoes `joined_gradients`."""
+    return joined[:, :hidden], joined[:, hidden:].contiguous().view(torch.float32)

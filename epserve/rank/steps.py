@@ -96,13 +96,17 @@ class RankSteps:
             layer=header["layer"],
             mode=header["mode"],
             tokens_per_rank=tuple(header["tokens_per_rank"]),
+            backward=header.get("backward", False),
             placement=header["placement"],
             parts=tuple(header.get("parts", ())),
         )
-        ids_Mt, weights_Mt = tensors[1:] if len(tensors) == 3 else (None, None)
+        routed, gradient_MK = tensors[1:], None
+        if plan.backward:
+            gradient_MK, *routed = routed
+        ids_Mt, weights_Mt = routed or (None, None)
         self.started, self.step = time.monotonic(), plan.step
         rows = StepRows(self.regions, from_json(header["device"]), tensors[0]) if "device" in header else None
-        y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt)
+        y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt, gradient_MK)
         if rows is not None:
             worker.phase = COPY_OUT
             home = rows.put(y_MK, out)

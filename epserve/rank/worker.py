@@ -41,7 +41,7 @@ from .placement import Placement, left_out
 from .reports import Loading
 from .setup import plan as rank_plan
 from .setup.topology import Topology
-from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan
+from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan, check_tensors
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
 STAGING_MARGIN = 1.25  # free memory / bytes of one layer: other allocations that grow meanwhile must not fail
@@ -185,11 +185,15 @@ class Worker:
         mode = modes_of(self.info.gate)[0]
         routed = (WARM_UP_TOKENS, self.info.top_k)
         ids_Mt, weights_Mt = torch.zeros(routed, dtype=torch.int32), torch.ones(routed)
+        given = (ids_Mt, weights_Mt) if mode == "routed" else (None, None)
+        first_of_kind = {group.layers[0] for group in self.plan.groups}
         counters = self.counters
         for layer in self._layers:
             version = self.placements[layer].version
             plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
-            self.step(plan, x_MK, *((ids_Mt, weights_Mt) if mode == "routed" else (None, None)))
+            self.step(plan, x_MK, given[0], given[1])
+            if layer in first_of_kind:  # backward steps compile, and may meet peers, on a way of their own
+                self.step(replace(plan, backward=True), x_MK, given[0], given[1], x_MK)
         self.counters = counters
         with torch.no_grad():
             self.kernels.capture_all((each for of_layer in steps.values() for each in of_layer), self.ranks)
@@ -198,7 +202,12 @@ class Worker:
         self.phase = IDLE
 
     def step(
-        self, plan: StepPlan, x_MK: torch.Tensor | Rows, ids_Mt: torch.Tensor | None, weights_Mt: torch.Tensor | None
+        self,
+        plan: StepPlan,
+        x_MK: torch.Tensor | Rows,
+        ids_Mt: torch.Tensor | None,
+        weights_Mt: torch.Tensor | None,
+        gradient_MK: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs one step on this rank's tokens. Collective.
 
@@ -207,17 +216,19 @@ class Worker:
             x_MK: `(m, K)` in the model's dtype, on any device.
             ids_Mt: `(m, t)` int32 logical ids, which the door has checked. Mode "routed" only.
             weights_Mt: `(m, t)` float32. Mode "routed" only.
+            gradient_MK: the gradients of the results, `(m, K)` in the model's dtype. Backward steps only.
 
         Returns:
-            The result `(m, K)` on the rank's device.
+            The result `(m, K)` on the rank's device. A backward step gives gradients, in mode "routed" as `joined_gradients`.
 
         Raises:
             StepError: any failure, with rank, step and phase. Peers then wait for this rank, so the caller must leave the group.
         """
         self.phase = "check"
         try:
-            with torch.inference_mode():
-                out_MK = self._step(plan, x_MK, ids_Mt, weights_Mt)
+            # Autograd computes parts of a backward step, and inference mode would forbid that.
+            with torch.no_grad() if plan.backward else torch.inference_mode():
+                out_MK = self._step(plan, x_MK, ids_Mt, weights_Mt, gradient_MK)
         except Exception as error:
             raise StepError(self.ranks.rank, plan.step, self.phase, f"{type(error).__name__}: {error}") from error
         self.phase = "idle"
@@ -412,21 +423,21 @@ class Worker:
         self._staged.clear()
         self.kernels.destroy()
 
-    def _step(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> torch.Tensor:
-        placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt)
+    def _step(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt, gradient_MK) -> torch.Tensor:
+        placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt, gradient_MK)
         given = None if plan.mode == BLOCK else Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
         self.phase = "copy in"
-        replay = self.kernels.graph((plan.layer, plan.placement, plan.mode), plan.tokens_per_rank)
+        key = plan.layer, plan.placement, plan.mode
+        replay = None if plan.backward else self.kernels.graph(key, plan.tokens_per_rank)
         if replay is not None:
             self.left_out = {}
             # What lies in one tensor is copied straight into the graph's own.
             rows_MK = x_MK if isinstance(x_MK, torch.Tensor) else x_MK.to(self.ranks.device, non_blocking=True)
             out_MK = replay(rows_MK, None if given is None else whole(given, self.info.top_k), first)
         else:
-            out_MK = self._eager_step(
-                self._layer_step(plan.layer, plan.mode, placement, weights), plan, x_MK, given, first
-            )
+            step = self._layer_step(plan.layer, plan.mode, placement, weights)
+            out_MK = self._eager_step(step, plan, x_MK, given, first, gradient_MK)
         done, top_k = self.counters, self.info.top_k if given is None else given.ids_Mt.shape[1]
         tokens = out_MK.shape[0]
         self.counters = Counters(
@@ -435,7 +446,7 @@ class Worker:
         return out_MK
 
     def _eager_step(
-        self, step: LayerStep, plan: StepPlan, x_MK: torch.Tensor | Rows, given: Routing | None, first: int
+        self, step: LayerStep, plan: StepPlan, x_MK: torch.Tensor | Rows, given: Routing | None, first: int, gradient_MK
     ) -> torch.Tensor:
         device = self.ranks.device
         x_MK = x_MK.to(device, non_blocking=True)
@@ -448,6 +459,11 @@ class Worker:
         if plan.step >= 0:  # warm-up's tokens do not count as load
             self.load_counter.add(plan.layer, logical.ids_Mt)
             self.left_out = left_out(logical.ids_Mt, step.placement, plan.parts or (len(x_MK),))
+        if gradient_MK is not None:
+            both = x_MK, gradient_MK.to(device, non_blocking=True)
+            return step.gradients(
+                partial(self.kernels.backward, plan.layer), both, logical, plan.tokens_per_rank, first
+            )
         eager = partial(self.kernels.eager, plan.layer)
         return step.compute(eager, x_MK, logical, plan.tokens_per_rank, first)
 
@@ -460,22 +476,13 @@ class Worker:
         """Returns the layer's step in every mode in which it can be asked for."""
         return tuple(self._layer_step(layer, mode, placement, weights) for mode in modes_of(self.info.gate))
 
-    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt) -> tuple[Placement, LayerWeights]:
-        """Checks the tensors against the plan. A mismatch is a defect of the scheduler, not of a caller."""
-        rank, shape = self.ranks.rank, self.plan.spec.shape
+    def _check(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt, gradient_MK) -> tuple[Placement, LayerWeights]:
+        """Checks a step against its plan. A mismatch is a defect of the scheduler, not of a caller."""
         if not self.kernels.built:
             raise InternalError("the kernel is not built: warm_up() comes before step()")
         if plan.layer not in self._layers:
             raise InternalError(f"layer {plan.layer} is not loaded (loaded: {sorted(self._layers)})")
-        if len(plan.tokens_per_rank) != self.ranks.world_size:
-            raise InternalError(f"plan for {len(plan.tokens_per_rank)} ranks, there are {self.ranks.world_size}")
-        expected = (plan.tokens_per_rank[rank], shape.hidden)
-        if tuple(x_MK.shape) != expected or x_MK.dtype != shape.dtype:
-            raise InternalError(f"hidden states {tuple(x_MK.shape)} {x_MK.dtype}, planned {expected} {shape.dtype}")
-        if plan.mode not in ("block", "routed"):
-            raise InternalError(f"mode {plan.mode!r} is not 'block' or 'routed'")
-        if (plan.mode == "routed") != (ids_Mt is not None and weights_Mt is not None):
-            raise InternalError(f"mode {plan.mode!r} with ids {ids_Mt is not None}, weights {weights_Mt is not None}")
+        check_tensors(plan, self.ranks, self.plan.spec.shape, (x_MK, ids_Mt, weights_Mt, gradient_MK))
         held = {self.placements[plan.layer].version: (self.placements[plan.layer], self._layers[plan.layer])}
         if (staged := self._staged.get(plan.layer)) is not None:
             held[staged.placement.version] = staged.placement, staged.weights

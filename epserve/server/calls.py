@@ -249,28 +249,29 @@ class Calls:
                 decoded_at = time.perf_counter()
                 watch.decoded()
                 left_out, not_finite = set[int](), set[int]()
+                batch = Batch(
+                    layer=checked.layer,
+                    hidden=decoded.hidden,
+                    ids=decoded.ids,
+                    weights=decoded.weights,
+                    gradient=decoded.gradient,
+                    deadline=deadline,
+                    request_id=checked.request_id,
+                    client=caller.name,
+                    priority=checked.priority,
+                    trace=watch.trace,
+                    left_out=left_out,
+                    not_finite=not_finite,
+                    claim=caller.account.claim(checked.nbytes),
+                    routing_checked=True,
+                    source=checked.source,
+                    target=checked.target,
+                )
                 if checked.tokens:
-                    batch = Batch(
-                        layer=checked.layer,
-                        hidden=decoded.hidden,
-                        ids=decoded.ids,
-                        weights=decoded.weights,
-                        deadline=deadline,
-                        request_id=checked.request_id,
-                        client=caller.name,
-                        priority=checked.priority,
-                        trace=watch.trace,
-                        left_out=left_out,
-                        not_finite=not_finite,
-                        claim=caller.account.claim(checked.nbytes),
-                        routing_checked=True,
-                        source=checked.source,
-                        target=checked.target,
-                    )
                     with self._step_times.of(checked.request_id) as times:
                         out = await self.engine.forward(batch)
                 else:
-                    out = decoded.hidden  # no rows: the ranks have no work
+                    out = decoded.hidden.new_empty((0, batch.columns))  # no rows: the ranks have no work
                 computed_at = time.perf_counter()
                 work = out.nbytes if checked.target is None else 0
                 encoded = await _maybe_in_thread(work, replies.encode_reply, out, checked, not_finite)
@@ -293,6 +294,7 @@ class Calls:
                 timings=timings,
                 left_out_experts=sorted(left_out),
                 not_finite_rows=encoded.not_finite,
+                gradients=checked.backward,
             )
             return encoded.tensors, reply
         except TimeoutError as error:

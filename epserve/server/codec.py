@@ -26,11 +26,12 @@ from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import fp8, wire
 from epserve.rank.step import RegionRows
 
-from .cuda_regions import CudaRegion, check_use
+from .cuda_regions import CudaRegion, check_host_only, check_use
 from .finite import all_finite
 from .regions import Region, Slice
 
-HIDDEN_DTYPES = (pb.BF16, pb.FP16, pb.FP32, pb.FP8_E4M3)
+GRADIENT_DTYPES = (pb.BF16, pb.FP16, pb.FP32)
+HIDDEN_DTYPES = (*GRADIENT_DTYPES, pb.FP8_E4M3)
 ID_DTYPES = (pb.INT8, pb.INT16, pb.INT32, pb.INT64, pb.UINT8, pb.UINT16, pb.UINT32)
 WEIGHT_DTYPES = (pb.FP32, pb.FP16, pb.BF16)
 MAX_ID_CHARS = 128
@@ -53,6 +54,7 @@ class CheckedRequest:
     slices: Mapping[pb.Field, Slice]
     output: Slice | None
     reply_dtype: pb.DType
+    backward: bool = False
     keep_not_finite: bool = False
     priority: Priority = Priority.NORMAL
 
@@ -87,11 +89,12 @@ class CheckedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedRequest:
     """A decoded request holds `hidden` (M, K) of the model's dtype, `ids` int32 and `weights` float32 (M, top_k). None
-    for both means that the layer's gate chooses."""
+    for both means that the layer's gate chooses. `gradient`, like `hidden`, is there for a Backward only."""
 
     hidden: torch.Tensor
-    ids: torch.Tensor | None
-    weights: torch.Tensor | None
+    ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
 
 
 Resolve = Callable[[pb.RegionSlice, int, str], Slice]
@@ -138,6 +141,9 @@ class Door:
         headers = wire.declared(request)
         tokens = self._check_hidden(headers[pb.HIDDEN_STATES])
         self._check_scales(headers, tokens)
+        backward = pb.OUTPUT_GRADIENTS in headers
+        if backward:
+            self._check_gradients(headers[pb.OUTPUT_GRADIENTS], tokens)
         reply_dtype = self._checked_reply_dtype(request)
         if (pb.TOPK_IDS in headers) != (pb.TOPK_WEIGHTS in headers):
             there, missing = ("topk_ids", "topk_weights") if pb.TOPK_IDS in headers else ("topk_weights", "topk_ids")
@@ -162,6 +168,8 @@ class Door:
         reply_bytes = tokens * self.info.hidden * wire.ITEM_BYTES[reply_dtype]
         if request.HasField("output"):
             output = resolve(request.output, reply_bytes, "output")
+        if backward:
+            check_host_only({wire.FIELDS[which]: each for which, each in slices.items()}, output)
         others = {wire.FIELDS[which]: each for which, each in slices.items() if which != pb.HIDDEN_STATES}
         dtypes = request.hidden_states.dtype, reply_dtype
         check_use(slices.get(pb.HIDDEN_STATES), others, output, dtypes)
@@ -174,10 +182,11 @@ class Door:
             slices=slices,
             output=output,
             reply_dtype=reply_dtype,
+            backward=backward,
             keep_not_finite=request.keep_not_finite,
             priority=priority,
             nbytes=total,
-            reply_bytes=0 if output is not None else reply_bytes,
+            reply_bytes=(0 if output is not None else reply_bytes) + _weights_bytes(headers, backward),
         )
 
     def _check_hidden(self, tensor: pb.Tensor) -> int:
@@ -210,6 +219,12 @@ class Door:
             if got != must:
                 raise InvalidRequest(f"{name}: shape {got}, must be {must}: one for each 1x{BLOCK} block", field=name)
 
+    def _check_gradients(self, tensor: pb.Tensor, tokens: int) -> None:
+        name = "output_gradients"
+        _check_dtype(name, tensor, GRADIENT_DTYPES)
+        if (got := tuple(tensor.shape)) != (must := (tokens, self.info.hidden)):
+            raise InvalidRequest(f"{name}: shape {got}, must be {must}, that of hidden_states", field=name)
+
     def _check_blocks(self, name: str) -> None:
         if self.info.hidden % BLOCK:
             text = (
@@ -225,6 +240,9 @@ class Door:
         if dtype not in HIDDEN_DTYPES:
             raise InvalidRequest(f"{name}: {_dtype_name(dtype)} (allowed: {_dtype_names(HIDDEN_DTYPES)})", field=name)
         if dtype == pb.FP8_E4M3:
+            if request.HasField("output_gradients"):
+                text = f"{name}: float8_e4m3fn is too coarse for gradients (allowed: {_dtype_names(GRADIENT_DTYPES)})"
+                raise InvalidRequest(text, field=name)
             self._check_blocks(name)
             if request.HasField("output"):
                 raise InvalidRequest(
@@ -266,8 +284,9 @@ class Door:
             )  # the rank has the values, and checks them
         else:
             hidden = self._hidden(checked, buffers)
+        gradient = self._finite(checked, buffers, pb.OUTPUT_GRADIENTS) if checked.backward else None
         if pb.TOPK_IDS not in checked.headers:
-            return DecodedRequest(hidden=hidden, ids=None, weights=None)
+            return DecodedRequest(hidden=hidden, gradient=gradient)
         ids = self._tensor(checked, buffers, pb.TOPK_IDS)
         weights = self._tensor(checked, buffers, pb.TOPK_WEIGHTS)
         routing = check_routing(ids, weights, num_tokens=checked.tokens, num_experts=self.info.num_experts)
@@ -275,21 +294,28 @@ class Door:
         if missing := self.info.top_k - ids.shape[1]:  # one width for all, so that requests can be joined into one step
             ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
             weights = torch.nn.functional.pad(weights, (0, missing))
-        return DecodedRequest(hidden=hidden, ids=ids, weights=weights)
+        return DecodedRequest(hidden=hidden, ids=ids, weights=weights, gradient=gradient)
 
     def _hidden(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> torch.Tensor:
         """Returns the hidden states in the model's dtype. Raises InvalidRequest unless they are finite."""
-        hidden = self._tensor(checked, buffers, pb.HIDDEN_STATES)
-        if pb.HIDDEN_SCALES in checked.headers:
-            scales = self._tensor(checked, buffers, pb.HIDDEN_SCALES)
-            hidden = fp8.dequantise(hidden, scales, self.info.dtype)
-        sent, hidden = hidden, hidden.to(self.info.dtype)
-        if not all_finite(hidden):
-            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
+        if pb.HIDDEN_SCALES not in checked.headers:
+            return self._finite(checked, buffers, pb.HIDDEN_STATES)
+        rows, scales = (self._tensor(checked, buffers, which) for which in (pb.HIDDEN_STATES, pb.HIDDEN_SCALES))
+        hidden = fp8.dequantise(rows, scales, self.info.dtype)
+        return self._checked_values(hidden, hidden, pb.HIDDEN_STATES)
+
+    def _finite(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any], which: pb.Field) -> torch.Tensor:
+        """Returns a tensor in the model's dtype. Raises InvalidRequest unless it is finite there."""
+        sent = self._tensor(checked, buffers, which)
+        return self._checked_values(sent.to(self.info.dtype), sent, which)
+
+    def _checked_values(self, made: torch.Tensor, sent: torch.Tensor, which: pb.Field) -> torch.Tensor:
+        if not all_finite(made):
+            row, column = torch.isfinite(made).logical_not().nonzero()[0].tolist()
             value = sent[row, column].item()
-            became = f"{value}, which becomes {hidden[row, column].item()}" if math.isfinite(value) else f"{value}"
-            raise not_finite(self.info.dtype, row, column, became)
-        return hidden
+            became = f"{value}, which becomes {made[row, column].item()}" if math.isfinite(value) else f"{value}"
+            raise not_finite(self.info.dtype, row, column, became, field=wire.FIELDS[which])
+        return made
 
     def _tensor(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any], which: pb.Field) -> torch.Tensor:
         return wire.decode(
@@ -324,6 +350,13 @@ def _dtype_name(dtype: int) -> str:
 
 def _dtype_names(allowed: tuple[Any, ...]) -> str:
     return ", ".join(wire.DTYPE_NAMES[dtype] for dtype in allowed)
+
+
+def _weights_bytes(headers: Mapping[pb.Field, pb.Tensor], backward: bool) -> int:
+    """Returns the bytes of the gradient of routing weights in a reply."""
+    if not backward or pb.TOPK_WEIGHTS not in headers:
+        return 0
+    return math.prod(headers[pb.TOPK_WEIGHTS].shape) * wire.ITEM_BYTES[pb.FP32]
 
 
 def _lies_in_region(tensor: pb.Tensor, name: str) -> bool:

@@ -123,6 +123,17 @@ class CudaRegistry:
         return region
 
 
+def check_host_only(inputs: dict[str, Slice], output: Slice | None) -> None:
+    """Raises InvalidRequest where a tensor of a Backward lies on a GPU: ranks take those of Forward alone from there."""
+    for name, each in (*inputs.items(), *(() if output is None else (("output", output),))):
+        if each.on_gpu:
+            text = (
+                f"{name}: lies in region {each.region.name!r} on a GPU, where Backward has no tensors; send it with the message"
+                " or in a region of system memory"
+            )
+            raise InvalidRequest(text, field=name)
+
+
 def check_use(
     hidden: Slice | None, others: dict[str, Slice], output: Slice | None, dtypes: tuple[pb.DType, pb.DType]
 ) -> None:

@@ -37,8 +37,8 @@ MAX_CONNECTIONS = 64
 """One region has at most this many connections, one for each of a client's threads that call at once. Further threads
 are told to use gRPC."""
 GREETING_S = 5.0
-METHOD = "epserve.v1.Experts/Forward (doorbell)"
-"""The name of the method in metrics and traces."""
+METHODS = ("epserve.v1.Experts/Forward (doorbell)", "epserve.v1.Experts/Backward (doorbell)")
+"""The names of the methods in metrics and traces."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,10 +212,11 @@ class Connection(asyncio.Protocol):
     async def _serve(self, number: int, request: Received) -> None:
         assert self._registration is not None
         observer, caller = self._calls.observer, self._registration.caller
+        method = METHODS[request.header.HasField("output_gradients")]
         reply: Any = None
         code = "CANCELLED"
         try:
-            with observer.tracing.call(METHOD, ()):
+            with observer.tracing.call(method, ()):
                 try:
                     with ExitStack() as held:
                         answer = await self._calls.answer(request, None, caller, held)
@@ -225,7 +226,7 @@ class Connection(asyncio.Protocol):
                     reply, code = pb.ReplyFrame(call=number, failure=failure), failure.code
                     observer.error(code)
         finally:
-            observer.metrics.rpc(METHOD, code)
+            observer.metrics.rpc(method, code)
         if self._transport is not None:
             data = frames.serialise(reply)
             self._transport.write(LENGTH.pack(len(data)) + data)

@@ -1,12 +1,12 @@
 """Encodes a result for its reply: in the requested dtype, at the requested place, and finite unless told otherwise.
 
-Legend: M tokens, K hidden size.
+Legend: M tokens, K hidden size, t experts a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from epserve.errors import NotFinite
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import fp8, wire
+from epserve.rank.step import split_gradients
 
 from .finite import rows_not_finite
 
@@ -35,8 +36,23 @@ class Encoded:
 def encode_reply(out: torch.Tensor, checked: CheckedRequest, not_finite: Collection[int] = ()) -> Encoded:
     """Returns the result `(M, K)` in the dtype that the request asks for. It is written to the request's region, if there is one.
 
+    The result of a Backward has the gradients of routing weights behind those of the rows, if the request has weights.
+
     not_finite: the rows that a rank found in a result on a GPU. Other results are checked here. Raises NotFinite.
     """
+    if checked.backward and pb.TOPK_WEIGHTS in checked.headers:
+        return _encode_both(out, checked)
+    return _encode(out, checked, not_finite)
+
+
+def _encode_both(out: torch.Tensor, checked: CheckedRequest) -> Encoded:
+    dx_MK, dw_Mt = split_gradients(out, checked.headers[pb.HIDDEN_STATES].shape[1])
+    dw_Mt = dw_Mt[:, : checked.headers[pb.TOPK_WEIGHTS].shape[1]]  # requests were padded to one width
+    encoded = _encode(dx_MK, checked, rows_not_finite(dw_Mt))
+    return replace(encoded, tensors={**encoded.tensors, pb.TOPK_WEIGHTS: wire.encode(dw_Mt, "topk_weights")})
+
+
+def _encode(out: torch.Tensor, checked: CheckedRequest, not_finite: Collection[int]) -> Encoded:
     where = checked.output
     if where is not None and where.on_gpu:  # the rank has already written the result
         tensor = wire.WireTensor(dtype=checked.reply_dtype, shape=tuple(out.shape), data=memoryview(b""))
@@ -44,7 +60,8 @@ def encode_reply(out: torch.Tensor, checked: CheckedRequest, not_finite: Collect
         return Encoded(tensors={pb.HIDDEN_STATES: _placed(tensor, where)}, not_finite=rows)
     quantised = checked.reply_dtype == pb.FP8_E4M3
     made = out if quantised else out.to(getattr(torch, wire.DTYPE_NAMES[checked.reply_dtype]))
-    rows = _kept(rows_not_finite(made), checked, out.dtype)  # the check precedes any write to a region
+    # The check precedes any write to a region.
+    rows = _kept(sorted({*rows_not_finite(made), *not_finite}), checked, out.dtype)
     if quantised:
         values, scales = fp8.quantise(out)
         tensors = {
@@ -74,6 +91,13 @@ def _kept(rows: list[int], checked: CheckedRequest, computed: torch.dtype) -> tu
         if reply in (model, "float8_e4m3fn")
         else f", a wider reply_dtype than {reply} (the model computes in {model})"
     )
+    if checked.backward:
+        raise NotFinite(
+            f"output_gradients: layer {checked.layer} makes NaN or infinity of {len(rows)} of {checked.tokens} gradients (rows"
+            f" {shown}): values pass the largest number on the way; send smaller output_gradients (a smaller scale of the"
+            f" loss){wider}, or keep the rows (keep_not_finite; in Python not_finite_rows=[])",
+            field="output_gradients",
+        )
     raise NotFinite(
         f"hidden_states: layer {checked.layer} makes NaN or infinity of {len(rows)} of {checked.tokens} tokens (rows {shown}):"
         f" values pass the largest number on the way; send smaller hidden_states or topk_weights{wider}, serve the model in a"

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from epserve import __version__
+from epserve.errors import InvalidRequest
 from epserve.modular_kernel.measured.selection import Choice
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
@@ -31,7 +32,14 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         self._started = time.monotonic()
 
     async def Forward(self, request: Received, context: grpc.aio.ServicerContext) -> Outgoing:  # type: ignore[override]
+        return await self._single(request, context, backward=False)
+
+    async def Backward(self, request: Received, context: grpc.aio.ServicerContext) -> Outgoing:  # type: ignore[override]
+        return await self._single(request, context, backward=True)
+
+    async def _single(self, request: Received, context: grpc.aio.ServicerContext, *, backward: bool) -> Outgoing:
         try:
+            check_method(request.header, backward)
             with until_sent() as held:
                 return await self._calls.answer(request, context.time_remaining(), self._calls.caller(context), held)
         except Exception as error:
@@ -142,6 +150,15 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
             ],
             front_ends=engine.front_ends,
         )
+
+
+def check_method(request: pb.ForwardRequest, backward: bool) -> None:
+    """Raises InvalidRequest for a Forward with output_gradients, and for a Backward without."""
+    name = "output_gradients"
+    if backward and not request.HasField(name):
+        raise InvalidRequest(f"{name}: missing; Backward needs the gradients of the result", field=name)
+    if not backward and request.HasField(name):
+        raise InvalidRequest(f"{name}: Forward takes none; call Backward for gradients", field=name)
 
 
 def _choice(each: Choice) -> pb.ExpertsChoice:

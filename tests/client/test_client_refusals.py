@@ -134,15 +134,15 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("what", GRADIENTS)
-async def test_a_tensor_that_requires_a_gradient_is_refused_unless_torch_records_none(what):
+async def test_only_the_blocking_forward_records_gradients(what):
     arguments, field = GRADIENTS[what]
     refused = partial(pytest.raises, InvalidRequest, match=f"^{field}: requires a gradient.*under torch.no_grad")
     with serving_in_thread(FakeEngine()) as server, Client(server.address) as client:
-        for call in (client.forward, client.forward_async):
-            with refused():
-                call(1, **arguments)
+        with refused():
+            client.forward_async(1, **arguments)
+        assert client.forward(1, **arguments).requires_grad
         with torch.no_grad():
-            assert torch.equal(client.forward(1, **arguments), X)
+            assert torch.equal(client.forward_async(1, **arguments).result(60), X)
     async with serving(FakeEngine()) as server, AsyncClient(server.address) as client, client.stream() as stream:
         for call in (client.forward, stream.forward):
             with refused():

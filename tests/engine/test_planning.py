@@ -42,12 +42,34 @@ def test_split_evenly(num_tokens, expected):
 def test_requests_with_one_key_join_and_others_keep_their_turn():
     queue = queue_of(batch(3), batch(2, layer=2), batch(4), batch(5, top_k=2), batch(1, top_k=3), batch(6, top_k=2))
     assert [(queue.take(100).key, len(queue)) for _ in range(4)] == [
-        ((1, "block", 0), 4),
-        ((2, "block", 0), 3),
-        ((1, "routed", 2), 1),
-        ((1, "routed", 3), 0),
+        ((1, "block", 0, False), 4),
+        ((2, "block", 0, False), 3),
+        ((1, "routed", 2, False), 1),
+        ((1, "routed", 3, False), 0),
     ]
     assert queue.take(100) is None
+
+
+def test_forward_and_backward_requests_take_steps_of_their_own_in_one_order():
+    def backward(count, **more):
+        return replace(batch(count, **more), gradient=torch.zeros(count, 4))
+
+    queue = queue_of(batch(3), backward(2), batch(4), backward(5), backward(1, top_k=2))
+    assert [(queue.take(100).key[1:], len(queue)) for _ in range(3)] == [
+        (("block", 0, False), 3),
+        (("block", 0, True), 1),
+        (("routed", 2, True), 0),
+    ]
+
+
+def test_a_backward_token_counts_as_two():
+    """A client that trains gets its share of the ranks' time, not of their tokens."""
+    queue = queue_of(
+        *(replace(batch(10, client="trains"), gradient=torch.zeros(10, 4)) for _ in range(4)),
+        *(batch(10, client="infers", layer=2) for _ in range(8)),
+    )
+    turns = [queue.take(10).pieces[0].item.batch.client for _ in range(12)]
+    assert turns[:6].count("trains") == 2 and turns[:9].count("trains") == 3
 
 
 def test_a_long_request_is_cut_and_its_rest_stays_in_front():

@@ -23,6 +23,7 @@ from epserve.errors import (
     TooLarge,
     UnknownLayer,
 )
+from epserve.rank.step import joined_gradients
 from tests.support.fake_engine import FakeEngine, LocalExperts
 from tests.support.front_ends import ScheduledEngine, batch, joining, ordering
 from tests.support.grpc_calls import until
@@ -40,6 +41,9 @@ class TestJoined:
                 assert torch.equal(await engine.forward(batch(x)), experts.forward(x))
                 routed = await engine.forward(batch(x, ids=ids, weights=weights))
                 assert torch.equal(routed, experts.forward(x, ids, weights))
+                gradients = await engine.forward(batch(x, ids=ids, weights=weights, gradient=x.flip(0)))
+                want = joined_gradients(*experts.backward(x, x.flip(0), ids, weights))
+                assert torch.equal(gradients, want)
 
     async def test_a_batch_keeps_all_that_it_says(self):
         engine = FakeEngine()

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epserve.config import ServerConfig
 from epserve.engine.engine import Batch
 from epserve.errors import DeadlineExceeded, RankFailed
-from epserve.models.demo import reference_block
+from epserve.models.demo import reference_block, reference_gradient
 from epserve.rank.actor import RankActor
 from epserve.rank.groups import hang_up
 from epserve.server.server import Server
@@ -119,9 +119,10 @@ async def test_kill_as_each_phase_begins(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=["first", "two at once"])
-async def test_kill_during_steps(engine, reference, ranks, record_property):
+async def test_kill_during_steps(engine, path, reference, ranks, record_property):
+    """Forward and backward steps in one order: both kinds are replayed."""
     await spare(engine)
-    load = Load(engine, reference)
+    load = Load(engine, reference, gradient=reference_gradient(path, LAYER))
     await until(lambda: load.answers > 50, 60, "load")
     before = pids(engine)
     for rank in ranks:

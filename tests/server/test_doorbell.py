@@ -17,7 +17,7 @@ from epserve.client.ring import Bell
 from epserve.errors import CallerError, DeadlineExceeded, InvalidRequest, NotReady, Unauthenticated, UnknownLayer
 from epserve.protocol import epserve_pb2 as pb
 from epserve.server import doorbell as doorbell_module
-from epserve.server.doorbell import KEY_BYTES, MAX_CONNECTIONS, MAX_FRAME_BYTES, METHOD
+from epserve.server.doorbell import KEY_BYTES, MAX_CONNECTIONS, MAX_FRAME_BYTES, METHODS
 from tests.support.fake_engine import FakeEngine, LocalExperts, serving
 from tests.support.grpc_calls import until
 
@@ -29,7 +29,7 @@ def rung(server) -> float:
     """Calls that came over the doorbell, whatever became of them."""
     text = generate_latest(server._observer.metrics.registry).decode()
     lines = [
-        line for line in text.splitlines() if METHOD in line and not line.startswith("#") and "_created" not in line
+        line for line in text.splitlines() if METHODS[0] in line and not line.startswith("#") and "_created" not in line
     ]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

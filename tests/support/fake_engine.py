@@ -13,7 +13,7 @@ from epserve.all2all.local import LocalAll2AllManager
 from epserve.config import ServerConfig
 from epserve.engine.planning import Batch
 from epserve.errors import NotReady
-from epserve.experts.loop import LoopExperts
+from epserve.experts.loop import LoopExperts, expert_mlp
 from epserve.joining.peers import Peers
 from epserve.modular_kernel import (
     Activation,
@@ -27,6 +27,8 @@ from epserve.modular_kernel import (
     RankContext,
     Routing,
 )
+from epserve.rank.backward.kernel import RankGradients
+from epserve.rank.step import joined_gradients
 from epserve.server.server import Server
 
 Compute = Callable[[Batch], Awaitable[torch.Tensor]]
@@ -144,9 +146,28 @@ class LocalExperts:
         spec = LayerSpec(shape=shape, layout=ExpertLayout.even(E, 1))
         prepare_finalize = LocalAll2AllManager(RankContext()).get_handle(spec, PrepareFinalizeOptions())
         self.kernel = FusedMoEModularKernel(prepare_finalize, LoopExperts(spec))
+        self.gradients = RankGradients(RankContext(), spec, PrepareFinalizeOptions(max_tokens_per_rank=1 << 20))
 
     async def __call__(self, batch: Batch) -> torch.Tensor:
+        if batch.gradient is not None:
+            return joined_gradients(*self.backward(batch.hidden, batch.gradient, batch.ids, batch.weights))
         return self.forward(batch.hidden, batch.ids, batch.weights)
+
+    def backward(self, x, g, ids, weights) -> tuple[torch.Tensor, torch.Tensor]:
+        routing = Routing(ids_Mt=ids.int().contiguous(), weights_Mt=weights.contiguous())
+        with torch.no_grad():
+            return self.gradients.backward(
+                x, g, routing, weights=self.weights, tokens_per_rank=(len(x),), on_phase=lambda phase: None
+            )
+
+    def plain(self, x, ids, weights) -> torch.Tensor:
+        """The routed experts in operators that have derivatives."""
+        total = torch.zeros_like(x)
+        for expert in range(self.weights.num_experts):
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            y = expert_mlp(x[token], self.weights, expert)
+            total = total.index_add(0, token, y * weights[token, slot, None].to(y.dtype))
+        return total
 
     def forward(self, x, ids=None, weights=None) -> torch.Tensor:
         if ids is None:

@@ -38,10 +38,13 @@ async def running(path, **engine):
 
 
 class Load:
-    """Clients that ask without pause. Every answer is compared; `retryable` counts the errors that a client may retry."""
+    """Clients that ask without pause. Every answer is compared; `retryable` counts the errors that a client may retry.
 
-    def __init__(self, engine, reference, clients=6):
-        self.engine, self.reference = engine, reference
+    gradient: (rows, gradients of results) -> gradients of rows; with it every second client asks for those.
+    """
+
+    def __init__(self, engine, reference, clients=6, gradient=None):
+        self.engine, self.reference, self.gradient = engine, reference, gradient
         self.answers = self.retryable = 0
         self.slowest = 0.0
         self._stop = False
@@ -49,11 +52,13 @@ class Load:
 
     async def _ask(self, number):
         x = torch.randn((1 + 7 * number, 64), generator=torch.Generator().manual_seed(number))
-        expected = self.reference(x)
+        backward = self.gradient is not None and number % 2 == 1
+        g = x.flip(0) if backward else None
+        expected = self.gradient(x, g) if backward else self.reference(x)
         while not self._stop:
             start = time.monotonic()
             try:
-                y = await self.engine.forward(Batch(layer=LAYER, hidden=x, deadline=start + BACK_S + 60))
+                y = await self.engine.forward(Batch(layer=LAYER, hidden=x, gradient=g, deadline=start + BACK_S + 60))
             except RankFailed:
                 self.retryable += 1
                 continue

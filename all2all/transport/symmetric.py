@@ -295,10 +295,17 @@ class NvshmemHeap:
     def set_up(cls, ranks: RankContext) -> None:
         """Sets NVSHMEM up. The first use is collective, because the unique id travels through the process group."""
         place = (ranks.rank, ranks.world_size)
-        if cls._set_up is not None:
-            if cls._set_up != place:
-                raise ConfigError(f"NVSHMEM runs in this process as rank {cls._set_up}, asked for rank {place}")
+        # All ranks know of every refusal before any of them goes on to the exchange of the id.
+        before = gather(ranks, cls._set_up)
+        for rank, known in enumerate(before):
+            if known is not None and tuple(known) != (rank, ranks.world_size):
+                text = f"NVSHMEM runs in the process of rank {rank} as rank {known[0]} of {known[1]}"
+                raise ConfigError(f"{text}, asked for rank {rank} of {ranks.world_size}")
+        running = [rank for rank, known in enumerate(before) if known is not None]
+        if len(running) == ranks.world_size:
             return
+        if running:
+            raise ConfigError(f"NVSHMEM runs in the processes of ranks {running} only, of {ranks.world_size}")
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast is never used here
         import nvshmem.core as nvshmem
         from cuda.core import Device

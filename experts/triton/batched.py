@@ -115,7 +115,7 @@ class BatchedTritonExperts(FusedMoEExpertsModular):
         """Carves both sets of buffers. They share all rows, and only the tables differ."""
         run, rows = self.launcher(), num_experts * capacity
         thin, thick = self.tiles(num_experts, capacity)
-        most_thin = min(num_experts * cdiv(capacity, thin.bm), num_experts * (1 + THIN_ROWS // thin.bm))
+        most_thin = min(num_experts * cdiv(capacity, thin.bm), num_experts + num_experts * THIN_ROWS // thin.bm)
         most_thick = num_experts * cdiv(capacity, thick.bm)
         tables = [r2.take((TABLE * count + 1,), torch.int32) for count in (most_thin, most_thick)]
         x_rows = rows if run.numerics.mode != FLOAT else 0

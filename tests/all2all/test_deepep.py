@@ -393,3 +393,27 @@ def test_orders_that_the_library_cannot_keep_are_refused():
         arguments = (RankContext(world_size=2), small_spec(), options, *([None] if "DeepEP" in pf.__name__ else []))
         with pytest.raises((ConfigError, Incompatible), match="combine_order"):
             pf(*arguments)
+
+
+def refused_nvshmem(ranks, known):
+    """What rank 0 and rank 1 are told when their processes run NVSHMEM as `known` has them."""
+    symmetric.NvshmemHeap._set_up = known[ranks.rank]
+    try:
+        symmetric.NvshmemHeap.set_up(ranks)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        symmetric.NvshmemHeap._set_up = None
+    return "set up"
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        (((0, 1), None), "NVSHMEM runs in the process of rank 0 as rank 0 of 1, asked for rank 0 of 2"),
+        ((None, (1, 2)), "NVSHMEM runs in the processes of ranks [1] only, of 2"),
+        (((0, 2), (1, 2)), "set up"),
+    ],
+)
+def test_every_rank_learns_that_one_cannot_set_nvshmem_up(known, told):
+    assert run_ranks(refused_nvshmem, 2, known) == [told, told]

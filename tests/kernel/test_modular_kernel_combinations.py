@@ -27,7 +27,7 @@ from epserve.modular_kernel import (
 )
 from tests.experts.mixing_products import MixingProducts
 from tests.support.cases import CASES, TOLERANCE, Case, make_inputs, reference
-from tests.support.ranks import num_places, run_ranks
+from tests.support.ranks import num_places, own_pool, run_ranks
 
 WORLD_SIZES = (1, 2, 4)
 PAIRS = tuple(itertools.product(all2all.REGISTRY.names(), experts.REGISTRY.names()))
@@ -106,7 +106,8 @@ def check_case(pf_name: str, experts_name: str, case_name: str, world: int, devi
     """Relative L2 error over all ranks; AssertionError above the dtype's tolerance."""
     worst = 0.0
     for known in (True, False) if device == "cuda" else (world != 2,):
-        results = run_ranks(run_case, world, pf_name, experts_name, case_name, known, device=device)
+        args, pool = (pf_name, experts_name, case_name, known), own_pool(pf_name, world)
+        results = run_ranks(run_case, world, *args, device=device, pool=pool)
         error, norm = (sum(part) for part in zip(*results, strict=True))
         relative = (error / norm) ** 0.5 if norm else error
         limit = TOLERANCE[on(CASES[case_name], device).dtype]

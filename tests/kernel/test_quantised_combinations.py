@@ -28,7 +28,7 @@ from epserve.modular_kernel import (
     Routing,
 )
 from tests.support import triton_cases
-from tests.support.ranks import num_places, run_ranks
+from tests.support.ranks import num_places, own_pool, run_ranks
 
 from .test_modular_kernel_combinations import GPU_WORLDS, PAIRS, missing, reasons
 
@@ -83,7 +83,8 @@ def fitting(pf_name: str, experts_name: str, world: int) -> list[tuple[str, bool
 
 
 def check_scheme(pf_name: str, experts_name: str, scheme: str, dynamic: bool, world: int) -> float:
-    results = run_ranks(run_scheme, world, pf_name, experts_name, scheme, dynamic, device="cuda")
+    args, pool = (pf_name, experts_name, scheme, dynamic), own_pool(pf_name, world)
+    results = run_ranks(run_scheme, world, *args, device="cuda", pool=pool)
     error, norm = (sum(part) for part in zip(*results, strict=True))
     relative = (error / norm) ** 0.5
     limit = triton_cases.tolerance(case_of(scheme, dynamic, 0, world)[0])

@@ -125,16 +125,22 @@ class RankPool:
         return all(process.is_alive() for process in self.processes)
 
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[tuple[int, str, str], RankPool] = {}
 
 
-def run_ranks(fn, world_size: int, *args, timeout: float = 150.0, device: str = "cpu") -> list:
-    """`[fn(ranks, *args) for each rank]`, on a pool shared by the session. Raises RanksFailed."""
+def own_pool(pf_name: str, world_size: int) -> str:
+    """The pool of a backend whose library takes one number of ranks for the life of a process; empty: the shared one."""
+    return f"{pf_name} {world_size}" if pf_name == "nvshmem" else ""
+
+
+def run_ranks(fn, world_size: int, *args, timeout: float = 150.0, device: str = "cpu", pool: str = "") -> list:
+    """`[fn(ranks, *args) for each rank]`, on a pool shared by the session, or by all calls that name one. Raises RanksFailed."""
     size = max(world_size, 4) if device == "cpu" else num_places()
-    pool = _pools.get((size, device))
-    if pool is None or not pool.alive:
-        pool = _pools[size, device] = RankPool(size, device)
-    return pool.run(fn, world_size, *args, timeout=timeout)
+    key = (size, device, pool)
+    ranks = _pools.get(key)
+    if ranks is None or not ranks.alive:
+        ranks = _pools[key] = RankPool(size, device)
+    return ranks.run(fn, world_size, *args, timeout=timeout)
 
 
 @atexit.register

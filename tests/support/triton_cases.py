@@ -107,6 +107,7 @@ CASES = [
     Case(why="all slots remote, sorted", tokens=90, routing="remote"),
     Case(why="the same expert twice in a row", tokens=7, routing="twice"),
     Case(why="one expert has half of the slots", tokens=100, local=4, total=4, routing="hot", tiles=thick(64)),
+    Case(why="an expert fills more thin tiles than its share", tokens=70, total=8, routing="hot", tiles=thin(32)),
     Case(why="rows expanded, loads by TMA", tokens=70, local=2, total=2, tiles=thick(64, expand=True)),
     Case(why="gate and up in one accumulator", tokens=70, local=2, total=2, tiles=thick(64, expand=True, wide=True)),
     Case(why="gathered, one accumulator", tokens=70, local=2, total=2, tiles=thick(64, wide=True)),

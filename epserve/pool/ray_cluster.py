@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from epserve.config import Config
 from epserve.errors import ConfigError, NotReady
-from epserve.process import logs
+from epserve.process import logs, working_folder
 from epserve.process.ray_settings import FOR_US_ALONE, OWN_SIGNALS
 from epserve.rank.reports import RankFacts
 
@@ -35,6 +36,17 @@ OTHER_VERSION = "Version mismatch"
 SHOWN_CHARACTERS = 600
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
+
+
+class _WithoutFolders(JobConfig):
+    """Ray adds the working folder to what the workers of a job import from. A file `torch.py` there would end each rank."""
+
+    @property
+    def _py_driver_sys_path(self) -> list[str]:
+        return []
+
+    @_py_driver_sys_path.setter
+    def _py_driver_sys_path(self, folders: list[str]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -65,6 +77,8 @@ class Cluster:
             "log_to_driver": False,
             "configure_logging": False,
         }
+        if working_folder.is_left_out():
+            common["job_config"] = _WithoutFolders()
         if address == "local":
             cpus = int((config.engine.ranks + config.engine.spares) * config.cluster.cpus_per_rank) + SPARE_CPUS
             try:

@@ -40,7 +40,7 @@ class Service:
         }))  # fmt: skip
         folder = base / "folder"
         folder.mkdir()
-        for name in ("experts", "all2all", "ray", "grpc"):
+        for name in ("experts", "all2all", "ray", "grpc", "torch", "numpy", "json", "yaml", "transformers", "tempfile"):
             (folder / f"{name}.py").write_text("raise SystemExit('a file of the working folder was imported')\n")
         unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.process = subprocess.Popen(

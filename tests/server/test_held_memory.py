@@ -14,7 +14,7 @@ from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import inference_pb2 as kserve
 from epserve.server.incoming import intake as intake_module
 from epserve.server.incoming import sockets
-from epserve.server.incoming.intake import MESSAGE_BYTES, SLACK_BYTES, Intake
+from epserve.server.incoming.intake import CALL_BYTES, MESSAGE_BYTES, SLACK_BYTES, Intake
 from epserve.server.server import Server
 from tests.server.raw_http2 import RawConnection
 from tests.support.fake_engine import FakeEngine
@@ -165,19 +165,64 @@ class TestHalfMessages:
             assert torch.equal((await honest.replies(1))[2], ROWS[:3])
 
 
-def seen(peer: str, received: int) -> sockets.Connection:
+class TestManyConnections:
+    async def test_half_messages_below_each_ones_slack_are_bounded_together(self, monkeypatch):
+        """80 connections with 200 KiB each: 16 MB where 4 MiB may be held."""
+        monkeypatch.setattr(intake_module, "SAMPLE_S", 0.1)
+        limit, half = 4 << 20, 200 << 10
+        async with Held(deadline_s=60, max_buffered_bytes=limit) as server:
+            raws = [await RawConnection(window=65535).connect(server.address) for _ in range(80)]
+            try:
+                await asyncio.gather(*[raw.send(FORWARD, bytes(1 << 20), size=half, timeout_s=3) for raw in raws])
+                async with asyncio.timeout(30):
+                    while sum(not raw.ended for raw in raws) * half > limit + limit // 4:
+                        await asyncio.sleep(0.1)
+                assert server._calls.buffered_bytes <= limit
+                async with AsyncClient(server.address) as other:
+                    assert torch.equal(await other.forward(1, ROWS[:3]), ROWS[:3])
+            finally:
+                await asyncio.gather(*[raw.close() for raw in raws])
+
+
+def seen(peer: str, received: int, inode: int = 0) -> sockets.Connection:
     host, _, port = peer.removeprefix("ipv4:").rpartition(":")
-    return sockets.Connection(source=("127.0.0.1", 1), destination=(host, int(port)), uid=0, received=received)
+    destination = (host, int(port))
+    return sockets.Connection(source=("127.0.0.1", 1), destination=destination, uid=0, received=received, inode=inode)
 
 
-class Waiting:
-    """In place of a Read: notes its failure."""
+class Wire:
+    """One connection by hand: what it sends is counted at once, and whole messages are delivered at once."""
 
-    def __init__(self, name: str, failed: dict):
-        self.name, self.failed = name, failed
+    def __init__(self, intake: Intake, port: int = 1000):
+        self.intake, self.name = intake, f"ipv4:127.0.0.1:{port}"
+        self.sent = 0
 
-    def fail(self, error: Exception) -> None:
-        self.failed[self.name] = error
+    def call(self):
+        return self.intake.begin(self.name)
+
+    def message(self, call, size: int, beside: int = 40, already: int = 0) -> None:
+        """`already`: bytes of it that came before."""
+        self.sent += size + beside - already
+        call.delivered(size)
+
+    def unary(self, size: int, beside: int = 40) -> None:
+        call = self.call()
+        self.message(call, size, beside)
+        self.intake.end(call)
+
+    @property
+    def end(self) -> sockets.Connection:
+        return seen(self.name, self.sent)
+
+
+def look(intake: Intake, *wires: Wire) -> int:
+    """What counts after one look."""
+    intake.mark()
+    intake.take([wire.end for wire in wires])
+    return intake.nbytes
+
+
+HALF = 8 << 20
 
 
 class TestCount:
@@ -186,48 +231,159 @@ class TestCount:
     A, B = "ipv4:127.0.0.1:1000", "ipv4:127.0.0.1:2000"
 
     async def test_whole_messages_and_what_comes_beside_them_do_not_count(self):
-        intake, sent = Intake(1 << 30), 0
-        with intake.call(self.A) as peer:
-            for size in (100, 10_000, 10 << 20, 0, 5) * 50:
-                peer.delivered(size)
-                sent += size + size // 100 + MESSAGE_BYTES // 2
-                intake.take([seen(self.A, sent)])
-                assert intake.nbytes == 0
+        wire = Wire(Intake(1 << 30))
+        call = wire.call()
+        for size in (100, 10_000, 10 << 20, 0, 5) * 50:
+            wire.message(call, size, beside=size // 100 + MESSAGE_BYTES // 2)
+            assert look(wire.intake, wire) == 0
+
+    @pytest.mark.parametrize("per_look", [1, 1000])
+    async def test_small_messages_do_not_hide_a_part_of_a_large_one(self, per_look):
+        """Neither those that came before it, nor those beside it."""
+        wire = Wire(Intake(1 << 30))
+        stream = wire.call()
+        for _ in range(20_000 // per_look):
+            for _ in range(per_look):
+                wire.message(stream, 10, beside=14)
+            look(wire.intake, wire)
+        large = wire.call()
+        wire.sent += HALF
+        assert look(wire.intake, wire) >= HALF - SLACK_BYTES - per_look * MESSAGE_BYTES - CALL_BYTES
+        for _ in range(20_000 // per_look):
+            for _ in range(per_look):
+                wire.message(stream, 10, beside=14)
+            look(wire.intake, wire)
+        held = wire.intake.nbytes
+        assert held >= HALF - SLACK_BYTES - per_look * MESSAGE_BYTES - CALL_BYTES
+        wire.message(large, 2 * HALF, already=HALF)
+        assert look(wire.intake, wire) == 0
+
+    @pytest.mark.parametrize("idle_stream", [False, True])
+    async def test_a_busy_connection_is_not_counted_up_by_what_comes_beside_its_messages(self, idle_stream):
+        wire = Wire(Intake(1 << 30))
+        if idle_stream:
+            wire.call()
+        last = wire.call()
+        for _ in range(100):
+            for _ in range(300):
+                wire.unary(50, beside=400)
+            wire.intake.end(last)  # never without a call
+            last = wire.call()
+            assert look(wire.intake, wire) == 0
+
+    async def test_whole_messages_since_the_last_look_are_remembered_when_a_call_is_given_up(self):
+        wire = Wire(Intake(1 << 30))
+        honest = wire.call()
+        assert look(wire.intake, wire) == 0
+        wire.message(honest, 64 << 20)
+        given_up = wire.call()
+        wire.intake.end(given_up)
+        wire.intake.end(honest)
+        wire.call()
+        assert look(wire.intake, wire) == 0
 
     async def test_a_call_that_was_given_up_counts_no_more(self):
-        intake = Intake(1 << 30)
-        with intake.call(self.A), intake.call(self.A) as peer:
-            with peer.read():
-                intake.take([seen(self.A, 10 << 20)])
-                assert intake.nbytes == (10 << 20) - SLACK_BYTES
-                assert intake.waiting == 1
-            assert (intake.nbytes, intake.waiting) == (0, 0)
-            intake.take([seen(self.A, 10 << 20)])
-            assert intake.nbytes == 0
-        intake.take([])
-        assert intake._peers == {}
+        wire = Wire(Intake(1 << 30))
+        call = wire.call()
+        call.waits = True
+        wire.sent += HALF
+        assert look(wire.intake, wire) == HALF - SLACK_BYTES - CALL_BYTES
+        assert wire.intake.waiting == 1
+        wire.intake.end(call)
+        assert (wire.intake.nbytes, wire.intake.waiting) == (0, 0)
+        look(wire.intake, wire)
+        wire.call()
+        assert look(wire.intake, wire) == 0
+        wire.intake.take([])
+        assert wire.intake.nbytes == 0
 
-    async def test_a_port_that_is_used_again_starts_anew(self):
+    async def test_calls_that_were_given_up_count_no_more_on_a_connection_that_is_never_idle(self):
+        """A proxy has all its clients' calls on one connection."""
+        wire = Wire(Intake(1 << 30))
+        calls = [wire.call()]
+        for _ in range(40):
+            calls.append(wire.call())
+            wire.sent += HALF
+            look(wire.intake, wire)
+            wire.intake.end(calls.pop(0))
+        assert wire.intake.nbytes <= 4 * HALF
+
+    async def test_a_stream_inside_a_message_hides_nothing_by_calls_that_are_given_up(self):
+        wire = Wire(Intake(1 << 30))
+        wire.call()
+        wire.sent += HALF
+        for _ in range(5):
+            wire.intake.end(wire.call())
+            look(wire.intake, wire)
+        assert wire.intake.nbytes >= HALF - SLACK_BYTES - 5 * CALL_BYTES
+
+    async def test_what_comes_behind_a_whole_message_counts_while_its_call_lasts(self):
+        wire = Wire(Intake(1 << 30))
+        call = wire.call()
+        wire.message(call, 100)
+        wire.sent += HALF
+        assert look(wire.intake, wire) >= HALF - SLACK_BYTES - CALL_BYTES - MESSAGE_BYTES
+        wire.intake.end(call)
+        assert wire.intake.nbytes == 0
+
+    async def test_a_stream_that_idles_keeps_few_looks(self):
+        wire = Wire(Intake(1 << 30))
+        wire.call()
+        for _ in range(1000):
+            wire.unary(1000)
+            assert look(wire.intake, wire) == 0
+        assert len(wire.intake._peers[wire.name]._looks) < 6
+
+    @pytest.mark.parametrize(("received", "inode"), [(1 << 20, 0), (12 << 20, 8)])
+    async def test_a_port_that_is_used_again_starts_anew(self, received, inode):
         intake = Intake(1 << 30)
-        with intake.call(self.A):
-            intake.take([seen(self.A, 10 << 20)])
-        with intake.call(self.A):
-            intake.take([seen(self.A, 1 << 20)])
-            assert intake.nbytes <= (1 << 20) - SLACK_BYTES
+        first = intake.begin(self.A)
+        intake.mark()
+        intake.take([seen(self.A, 10 << 20, inode=7)])
+        intake.end(first)
+        intake.begin(self.A)
+        intake.mark()
+        intake.take([seen(self.A, received, inode=inode or 7)])
+        assert received - SLACK_BYTES - 2 * CALL_BYTES <= intake.nbytes <= received
 
     async def test_the_largest_goes_first_and_only_as_many_as_must(self):
-        intake, failed = Intake(12 << 20), {}
-        with intake.call(self.A) as a, intake.call(self.B) as b:
-            for name, peer in (("a", a), ("b", b)):
-                peer.reads.add(Waiting(name, failed))
-            intake.take([seen(self.A, 10 << 20), seen(self.B, 5 << 20)])
-            assert list(failed) == ["a"]
-            assert isinstance(failed["a"], Overloaded)
-            assert failed["a"].retryable
-            intake.take([seen(self.A, 10 << 20), seen(self.B, 5 << 20)])
-            assert list(failed) == ["a"]
-            a.reads.clear()
-            b.reads.clear()
+        intake = Intake(12 << 20)
+        a, b = Wire(intake, 1000), Wire(intake, 2000)
+        calls = {}
+
+        async def waits(name: str, wire: Wire) -> None:
+            calls[name] = wire.call()
+            calls[name].waits = True
+            await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(waits(name, wire)) for name, wire in (("a", a), ("b", b))]
+        await until(lambda: len(calls) == 2)
+        a.sent, b.sent = 10 << 20, 5 << 20
+        for _ in range(2):
+            look(intake, a, b)
+            assert isinstance(calls["a"].failure, Overloaded)
+            assert calls["a"].failure.retryable
+            assert calls["b"].failure is None
+        await until(tasks[0].cancelled)
+        tasks[1].cancel()
+
+    async def test_many_connections_that_hold_little_each_are_counted_together(self):
+        """256 KiB of each connection would be 375 MiB."""
+        limit = 100 << 20
+        intake = Intake(limit)
+        wires = [Wire(intake, 1000 + number) for number in range(1500)]
+        for wire in wires:
+            wire.call()
+            wire.sent += 200 << 10
+        intake.mark()
+        slack = limit // 4 // len(wires)
+        shed = []
+        for peer in intake._peers.values():
+            peer.shed = lambda error, peer=peer: shed.append((peer, peer.held))
+        intake.take([wire.end for wire in wires])
+        assert {held for _, held in shed} == {(200 << 10) - slack - CALL_BYTES}
+        left = (len(wires) - len(shed)) * (200 << 10)
+        assert left <= limit + limit // 4
 
     async def test_connections_that_have_gone_are_forgotten_though_nothing_is_awaited(self, monkeypatch):
         monkeypatch.setattr(intake_module, "SAMPLE_S", 0.01)
@@ -235,8 +391,7 @@ class TestCount:
         monkeypatch.setattr(sockets, "connections", lambda **_: [seen(self.B, 100)])
         intake = Intake(1)
         for name in (self.A, self.B):
-            with intake.call(name):
-                pass
+            intake.end(intake.begin(name))
         watching = asyncio.create_task(intake.watch())
         await until(lambda: list(intake._peers) == [self.B])
         watching.cancel()
@@ -248,7 +403,8 @@ class TestCount:
         monkeypatch.setattr(intake_module, "SAMPLE_S", 0.01)
         monkeypatch.setattr(sockets, "connections", refused)
         intake = Intake(1)
-        with intake.call(self.A, stream=asyncio.current_task()):
-            await asyncio.wait_for(intake.watch(), 20)
+        call = intake.begin(self.A)
+        await asyncio.wait_for(intake.watch(), 20)
+        intake.end(call)
         assert "only their time is limited" in caplog.text
         assert intake._peers == {}

@@ -1,8 +1,10 @@
 """Counts the bytes of incomplete messages, which gRPC keeps, and ends calls when they become too many.
 
-gRPC shows a message when it is whole. The incomplete part is the bytes that the kernel has counted on a connection, less the
-messages that came over it. The count is an estimate: a share of the messages allows for headers and frames, and a client that
-cancels a call in the middle of its message is trusted to have freed it.
+gRPC shows a message when it is whole. The rest of what it holds are the bytes that the kernel has counted on a connection, less
+the messages that came over it. Two times a second the server looks at the kernel's counts. Headers and frames come beside the
+messages, so each look allows for some bytes beside the messages since the look before. What a look does not need is not kept for
+later: many small messages do not hide a part of a large one. What came of a call that has ended is gone, so the bytes of a
+connection since its oldest open call began are an upper bound.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from epserve.errors import EpserveError, Overloaded
@@ -24,86 +26,135 @@ log = logging.getLogger("epserve.server")
 SAMPLE_S = 0.5
 """The time between two looks at the connections. Their bytes in that time may pass the limit."""
 IDLE_SAMPLES = 60
-"""While no message is awaited, only one in this number of looks is taken, to forget connections that have gone."""
+"""While no call is open, one look in so many: connections that have gone are forgotten."""
 SLACK_BYTES = 256 << 10
-"""The bytes of each connection that do not count: settings, the first windows."""
-MESSAGE_BYTES, MESSAGE_SHARE = 1024, 50
-"""The allowance beside each message: MESSAGE_BYTES, and one part in MESSAGE_SHARE of its own bytes."""
+"""Of each connection that does not count: settings, the first windows. Less where there are many connections."""
+SLACK_SHARE = 4
+"""The slack of all connections together is at most one part in so many of the limit."""
+CALL_BYTES, MESSAGE_BYTES, MESSAGE_SHARE = 1024, 128, 100
+"""What may come beside the messages between two looks: so many bytes for a call, so many for each message, and one part in so
+many of its own."""
+SHOWN = 3
+"""So many connections are named in one line of the log."""
 
 
-class Read:
-    """Represents a method that waits for its one message. `fail` ends the wait."""
+@dataclass(slots=True)
+class Look:
+    """One look at a connection. `received`: bytes since the connection began."""
 
-    def __init__(self) -> None:
+    number: int
+    received: int
+    whole: int = 0
+    """Bytes of the messages that are whole by now, of calls that refer to this look."""
+
+
+class Arrival:
+    """A call, from its first byte on. `fail` ends it.
+
+    waits: its one message is not here yet.
+    """
+
+    def __init__(self, peer: Peer):
         task = asyncio.current_task()
         assert task is not None
         self.task: asyncio.Task[Any] = task
+        self.peer = peer
         self.failure: EpserveError | None = None
-        self.whole = False
+        self.waits = False
+        self.since = self.following = peer.before()
+        """The bytes of this call came after this look, less those of messages that are whole."""
+
+    def delivered(self, nbytes: int) -> None:
+        """A whole message came. A part of the next one may have come before it."""
+        self.peer.delivered(nbytes, self.since)
+        self.since, self.following = self.following, self.peer.before()
 
     def fail(self, error: EpserveError) -> None:
-        if self.failure is None:
+        """With a status where the method waits for its message, otherwise the stream is reset."""
+        if not self.waits:
+            drop(self.task)
+        elif self.failure is None:
             self.failure = error
             self.task.cancel()
 
 
 class Peer:
-    """Counts one connection: its calls, and its bytes since it last had no call. `name`: gRPC's name of it."""
+    """One connection: its calls and its bytes. `name`: gRPC's."""
 
     def __init__(self, name: str):
         self.name = name
-        self.calls = 0
+        self.calls: set[Arrival] = set()
         self.held = 0
-        self.reads: set[Read] = set()
-        self.streams: set[asyncio.Task[Any]] = set()
-        self._received = self._start = self._messages = 0
+        """What counts as held, as of the last look."""
+        self._looks = [Look(0, 0)]
+        """Those that open calls refer to, and the last two."""
+        self._inode = 0
+        self._unfinished = 0
+        """Bytes of messages that are not whole, at most, as of the last look."""
+        self._whole = self._beside = self._counted = self._allowed = 0
+        self._marked: tuple[int, int, int] | None = None
 
-    def joined(self, stream: asyncio.Task[Any] | None) -> None:
-        self.calls += 1
-        if stream is not None:
-            self.streams.add(stream)
+    def before(self) -> Look:
+        """The last look but one: gRPC may have taken bytes of a new call shortly before it shows the call."""
+        return self._looks[-2] if len(self._looks) > 1 else self._looks[-1]
 
-    def left(self, stream: asyncio.Task[Any] | None) -> None:
-        self.calls -= 1
-        if stream is not None:
-            self.streams.discard(stream)
+    @property
+    def active(self) -> bool:
+        """Another look can find something."""
+        return bool(self.calls or self._unfinished)
+
+    def joined(self, call: Arrival) -> None:
+        self._beside += CALL_BYTES
+        self.calls.add(call)
+
+    def left(self, call: Arrival) -> None:
+        self.calls.discard(call)
         if not self.calls:
-            self._begin()
+            self.held = 0
 
-    def delivered(self, nbytes: int) -> None:
-        """Counts a whole message that came."""
-        self._messages += nbytes + MESSAGE_BYTES + nbytes // MESSAGE_SHARE
+    def delivered(self, nbytes: int, since: Look) -> None:
+        """A whole message came, whose bytes came after `since`."""
+        since.whole += nbytes
+        self._whole += nbytes
+        self._beside += MESSAGE_BYTES + nbytes // MESSAGE_SHARE
 
-    @contextmanager
-    def read(self) -> Iterator[Read]:
-        read = Read()
-        self.reads.add(read)
-        try:
-            yield read
-        finally:
-            self.reads.discard(read)
-            if not read.whole and not self.reads:
-                self._begin()  # the bytes of that message are freed
+    def mark(self) -> None:
+        """The next count has all the bytes of the messages that are whole by now."""
+        needed = {look.number for call in self.calls for look in (call.since, call.following)}
+        oldest = min(needed, default=self._looks[-1].number)
+        kept: list[Look] = []
+        for look in self._looks:
+            if look.number in needed or look.number + 1 >= self._looks[-1].number:
+                kept.append(look)
+            elif look.number > oldest:
+                kept[-1].whole += look.whole
+        self._looks = kept
+        since = [look for look in kept if look.number >= oldest]
+        self._marked = since[0].received + sum(look.whole for look in since), self._whole, self._beside
 
-    def sample(self, received: int) -> None:
-        """Updates the count. received: bytes that the kernel has counted since the connection began."""
-        if received < self._received:  # it is another connection from the same port
-            self._start = 0
-        self._received = received
-        if not self.calls:
-            self._begin()
-        self.held = max(received - self._start - self._messages - SLACK_BYTES, 0)
+    def sample(self, found: sockets.Connection, slack: int) -> None:
+        """slack: how many bytes do not count."""
+        if self._marked is None:  # the connection is newer than the mark
+            return
+        (least, whole, beside), last, received = self._marked, self._looks[-1], found.received
+        came = received - last.received - (whole - self._counted)
+        if received < last.received or self._inode not in (0, found.inode):  # another connection from the same port
+            self._unfinished, least, came = 0, 0, received
+            self._looks = [Look(last.number, 0)]
+            for call in self.calls:
+                call.since = call.following = self._looks[-1]
+        allowed = min(max(came, 0), beside - self._allowed)
+        self._unfinished = min(max(self._unfinished + came - allowed, 0), max(received - least, 0))
+        self._counted, self._allowed, self._marked, self._inode = whole, beside, None, found.inode
+        self._looks.append(Look(last.number + 1, received))
+        self.held = max(self._unfinished - slack, 0) if self.calls else 0
 
     def shed(self, error: Overloaded) -> None:
-        """Ends all calls that could hold a part of a message."""
-        for read in list(self.reads):
-            read.fail(error)
-        for task in list(self.streams):
-            drop(task)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._start, self._messages, self.held = self._received, 0, 0
+        """Ends everything that could hold a part of a message."""
+        calls, self.held = list(self.calls), 0
+        self.calls.clear()
+        for call in calls:
+            call.fail(error)
 
 
 class Intake:
@@ -122,35 +173,36 @@ class Intake:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of calls whose message is not complete."""
-        return sum(len(peer.reads) for peer in self._peers.values())
+        """Calls whose message is not here in full."""
+        return sum(call.waits for peer in self._peers.values() for call in peer.calls)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of incomplete messages at the last look."""
         return sum(peer.held for peer in self._peers.values())
 
-    @contextmanager
-    def call(self, name: str, *, stream: asyncio.Task[Any] | None = None) -> Iterator[Peer]:
-        """Counts a call. stream: the task of a call that reads many messages."""
+    def begin(self, name: str) -> Arrival:
+        """A call of this task came over the connection `name`."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = Peer(name)
-        peer.joined(stream)
-        try:
-            yield peer
-        finally:
-            peer.left(stream)
-            if self._blind and not peer.calls:
-                self._peers.pop(name, None)
+        call = Arrival(peer)
+        peer.joined(call)
+        return call
+
+    def end(self, call: Arrival) -> None:
+        call.peer.left(call)
+        if self._blind and not call.peer.calls:
+            self._peers.pop(call.peer.name, None)
 
     async def watch(self) -> None:
         """Looks at the connections until cancelled."""
         for number in itertools.count(1):
             await asyncio.sleep(SAMPLE_S)
-            waiting = any(peer.reads or peer.streams for peer in self._peers.values())
-            if not waiting and (number % IDLE_SAMPLES or not self._peers):
+            active = any(peer.active for peer in self._peers.values())
+            if not active and (number % IDLE_SAMPLES or not self._peers):
                 continue
+            self.mark()
             try:
                 found = await asyncio.to_thread(sockets.connections, source_port=self.port)
             except OSError as error:
@@ -160,19 +212,33 @@ class Intake:
                 return
             self.take(found)
 
+    def mark(self) -> None:
+        """Before the kernel is asked, for `take`."""
+        for peer in self._peers.values():
+            peer.mark()
+
     def take(self, found: Iterable[sockets.Connection]) -> None:
-        """Counts again. Above the limit, the connections with most bytes lose their calls."""
-        received = {end.peer: end.received for end in found}
+        """Counts again. Above the limit, the connections that hold most lose their calls."""
+        ends = {end.peer: end for end in found}
+        slack = min(SLACK_BYTES, self._limit // SLACK_SHARE // max(len(ends), 1))
         for name, peer in list(self._peers.items()):
-            if name in received:
-                peer.sample(received[name])
+            if name in ends:
+                peer.sample(ends[name], slack)
             elif not peer.calls:
                 del self._peers[name]
-        excess = self.nbytes - self._limit
+        self._enforce()
+
+    def _enforce(self) -> None:
+        held = self.nbytes
+        excess, ended = held - self._limit, []
         for peer in sorted(self._peers.values(), key=lambda peer: peer.held, reverse=True):
-            if excess <= 0 or not peer.held:
-                return
-            excess -= peer.held
-            log.warning("%s holds %d bytes of messages that are not whole; its calls are ended", peer.name, peer.held)
+            if excess <= 0:
+                break
             text = f"{peer.held} bytes of this connection's messages are here, none of them whole"
+            excess -= peer.held
+            ended.append(f"{peer.name} ({peer.held})")
             peer.shed(Overloaded(f"{text} (server.max_buffered_bytes); send fewer at once, or faster", retry_after_s=1))
+        if ended:
+            more = f" and {len(ended) - SHOWN} more" if len(ended) > SHOWN else ""
+            text = "%d bytes of messages that are not whole, the limit is %d: the calls of %s%s are ended"
+            log.warning(text, held, self._limit, ", ".join(ended[:SHOWN]), more)

@@ -18,9 +18,9 @@ from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest
 from epserve.protocol import status
 from epserve.protocol.dropping import drop
 
-from .intake import Intake, Peer
+from .intake import Arrival, Intake
 
-_peer: contextvars.ContextVar[Peer] = contextvars.ContextVar("peer")
+_arrival: contextvars.ContextVar[Arrival] = contextvars.ContextVar("arrival")
 
 
 class Receiving(grpc.aio.ServerInterceptor):
@@ -59,54 +59,59 @@ class Receiving(grpc.aio.ServerInterceptor):
         """Wraps a method with one request as one that reads a stream: gRPC then calls it before the request is here."""
 
         async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            with self._intake.call(context.peer()) as peer:
-                _peer.set(peer)
-                try:
-                    request = await self._read(peer, context)
-                except EpserveError as error:
-                    await status.abort(context, status.failure_of(error))
-                try:
-                    return await behaviour(request, context)
-                finally:
-                    self._limit_sending()
+            arrival = self._begin(context)
+            try:
+                request = await self._read(arrival, context)
+            except EpserveError as error:
+                await status.abort(context, status.failure_of(error))
+            try:
+                return await behaviour(request, context)
+            finally:
+                self._limit_sending()
 
         return call
 
     def _streaming(self, behaviour: Any) -> Any:
         async def call(requests: Any, context: grpc.aio.ServicerContext) -> Any:
-            with self._intake.call(context.peer(), stream=asyncio.current_task()) as peer:
-                _peer.set(peer)
-                try:
-                    if not inspect.isasyncgenfunction(behaviour):
-                        return await behaviour(requests, context)
-                    async for reply in behaviour(requests, context):
-                        await context.write(reply)
-                except InvalidRequest as error:  # raised in a method that is not ours, such as reflection's
-                    await status.abort(context, status.failure_of(error))
-                finally:
-                    self._limit_sending()
+            self._begin(context)
+            try:
+                if not inspect.isasyncgenfunction(behaviour):
+                    return await behaviour(requests, context)
+                async for reply in behaviour(requests, context):
+                    await context.write(reply)
+            except InvalidRequest as error:  # of a method that is not ours, such as reflection's
+                await status.abort(context, status.failure_of(error))
+            finally:
+                self._limit_sending()
 
         return call
 
-    async def _read(self, peer: Peer, context: Any) -> Any:
-        """Reads the one request. Raises InvalidRequest, DeadlineExceeded, Overloaded."""
-        with peer.read() as read:
-            remaining = context.time_remaining()
-            limit_s = self._limit_s if remaining is None else remaining
-            timer = asyncio.get_running_loop().call_later(limit_s, read.fail, _late(limit_s))
-            try:
-                request = await context.read()
-            except asyncio.CancelledError:
-                if read.failure is None:
-                    raise
-                read.task.uncancel()
-                raise read.failure from None
-            finally:
-                timer.cancel()
-            if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
-                raise InvalidRequest("message: the call ended without one", field="message")
-            read.whole = True
-            return request
+    def _begin(self, context: Any) -> Arrival:
+        """Until gRPC has sent the reply: what a client sends behind its message lies in gRPC as long."""
+        arrival = self._intake.begin(context.peer())
+        _arrival.set(arrival)
+        arrival.task.add_done_callback(lambda _: self._intake.end(arrival))
+        return arrival
+
+    async def _read(self, arrival: Arrival, context: Any) -> Any:
+        """The one request. Raises InvalidRequest, DeadlineExceeded, Overloaded."""
+        remaining = context.time_remaining()
+        limit_s = self._limit_s if remaining is None else remaining
+        timer = asyncio.get_running_loop().call_later(limit_s, arrival.fail, _late(limit_s))
+        arrival.waits = True
+        try:
+            request = await context.read()
+        except asyncio.CancelledError:
+            if arrival.failure is None:
+                raise
+            arrival.task.uncancel()
+            raise arrival.failure from None
+        finally:
+            arrival.waits = False
+            timer.cancel()
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+            raise InvalidRequest("message: the call ended without one", field="message")
+        return request
 
     def _limit_sending(self) -> None:
         """Limits the rest of this task, which only waits until gRPC has sent the reply and the status."""
@@ -127,7 +132,7 @@ _KINDS = {
 
 def _reader(deserialise: Any) -> Any:
     def read(data: bytes) -> Any:
-        _peer.get().delivered(len(data))
+        _arrival.get().delivered(len(data))
         try:
             return deserialise(data)
         except DecodeError as error:

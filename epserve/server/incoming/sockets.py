@@ -24,12 +24,14 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Describes one end of an established TCP connection. `source` is this end. `received`: the bytes that came in here."""
+    """One end of an established TCP connection. `source` is this end. `received`: bytes that its owner has got. `inode`: of
+    the socket, no two have the same at one time."""
 
     source: tuple[str, int]
     destination: tuple[str, int]
     uid: int
     received: int
+    inode: int = 0
 
     @property
     def peer(self) -> str:
@@ -94,9 +96,13 @@ def _connection(reply: bytes) -> Connection:
         if kind == _INFO and size >= 4 + _BYTES_RECEIVED_AT + 8:
             (received,) = struct.unpack_from("=Q", reply, at + 4 + _BYTES_RECEIVED_AT)
         at += max(size + 3 & ~3, 4)
-    (uid,) = struct.unpack_from("=I", reply, _UID_AT)
+    uid, inode = struct.unpack_from("=II", reply, _UID_AT)
     return Connection(
-        source=(source, source_port), destination=(destination, destination_port), uid=uid, received=received
+        source=(source, source_port),
+        destination=(destination, destination_port),
+        uid=uid,
+        received=received,
+        inode=inode,
     )
 
 

@@ -82,6 +82,8 @@ class StreamSession:
             if self._broken.done():
                 self._broken.result()
         except EpserveError as error:
+            # NOTE: `_broken` has it, and its frames refer to this object: a dropped call would stay until the collector runs
+            error.__traceback__ = None
             await status.abort(self._context, status.failure_of(error))
         finally:
             if self._assembling is not None:

@@ -51,13 +51,11 @@ class Look:
 class Arrival:
     """A call, from its first byte on. `fail` ends it.
 
-    waits: its one message is not here yet.
+    waits: its one message is not here yet. NOTE: the task of a call refers to this object, so this one does not refer to the
+    task. A call that is dropped is free only when nothing refers to it.
     """
 
     def __init__(self, peer: Peer):
-        task = asyncio.current_task()
-        assert task is not None
-        self.task: asyncio.Task[Any] = task
         self.peer = peer
         self.failure: EpserveError | None = None
         self.waits = False
@@ -71,11 +69,14 @@ class Arrival:
 
     def fail(self, error: EpserveError) -> None:
         """With a status where the method waits for its message, otherwise the stream is reset."""
+        task = self.peer.calls.get(self)
+        if task is None:
+            return
         if not self.waits:
-            drop(self.task)
+            drop(task)
         elif self.failure is None:
             self.failure = error
-            self.task.cancel()
+            task.cancel()
 
 
 class Peer:
@@ -83,7 +84,7 @@ class Peer:
 
     def __init__(self, name: str):
         self.name = name
-        self.calls: set[Arrival] = set()
+        self.calls: dict[Arrival, asyncio.Task[Any]] = {}
         self.held = 0
         """What counts as held, as of the last look."""
         self._looks = [Look(0, 0)]
@@ -104,11 +105,13 @@ class Peer:
         return bool(self.calls or self._unfinished)
 
     def joined(self, call: Arrival) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         self._beside += CALL_BYTES
-        self.calls.add(call)
+        self.calls[call] = task
 
     def left(self, call: Arrival) -> None:
-        self.calls.discard(call)
+        self.calls.pop(call, None)
         if not self.calls:
             self.held = 0
 
@@ -151,10 +154,10 @@ class Peer:
 
     def shed(self, error: Overloaded) -> None:
         """Ends everything that could hold a part of a message."""
-        calls, self.held = list(self.calls), 0
-        self.calls.clear()
-        for call in calls:
+        for call in self.calls:
             call.fail(error)
+        self.calls.clear()
+        self.held = 0
 
 
 class Intake:

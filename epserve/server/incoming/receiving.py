@@ -90,7 +90,9 @@ class Receiving(grpc.aio.ServerInterceptor):
         """Until gRPC has sent the reply: what a client sends behind its message lies in gRPC as long."""
         arrival = self._intake.begin(context.peer())
         _arrival.set(arrival)
-        arrival.task.add_done_callback(lambda _: self._intake.end(arrival))
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._intake.end(arrival))
         return arrival
 
     async def _read(self, arrival: Arrival, context: Any) -> Any:
@@ -104,7 +106,9 @@ class Receiving(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             if arrival.failure is None:
                 raise
-            arrival.task.uncancel()
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
             raise arrival.failure from None
         finally:
             arrival.waits = False

@@ -19,12 +19,12 @@ from epserve.modular_kernel import UNQUANTIZED, GateWeights, QuantConfig
 
 from . import gguf_files
 from .families import FAMILIES, Family, Key
-from .info import MAX_EXPERTS, ConfigReader, ModelInfo
+from .info import MAX_EXPERTS, ConfigReader, ModelInfo, check_config
 from .layout import Block, find_block
 from .stored import declared
 from .stored.layouts import StoredTensor
 from .stored.matrices import StoredReader, stored_tensors
-from .tensors import TensorInfo, TensorReader, check_values, read_index, read_json
+from .tensors import MAX_CONFIG_BYTES, TensorInfo, TensorReader, check_values, read_index, read_json
 from .wanted import check_wanted, with_stored
 from .weights import LayerWeights, SharedExperts, fingerprint
 
@@ -133,7 +133,8 @@ def open_checkpoint(
         config, family, files, tensors = gguf_files.read(pieces)
         said = declared.Declared(method="gguf", source=str(path))
         return _opened(path, family, ConfigReader(config, str(path)), files, tensors, said, dtype, layers)
-    config = read_json(path / "config.json")
+    config = read_json(path / "config.json", most=MAX_CONFIG_BYTES)
+    check_config(config, str(path / "config.json"))
     reader, kind = ConfigReader(config, str(path / "config.json")), config.get("model_type")
     if isinstance(kind, str) and kind not in FAMILIES:
         from . import generic  # imports transformers, which takes a second

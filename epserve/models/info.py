@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +17,7 @@ from epserve.modular_kernel.weights import ExpertSizes
 
 from .families import FAMILIES, REQUIRED, Family, Key
 from .stored.experts import StoredAs
-from .tensors import shown
+from .tensors import shown, shown_name
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -33,6 +34,24 @@ MAX_EXPERTS = 16_384
 """The most experts of one layer. The largest known number is 2,048."""
 MAX_SIZE = 1 << 24
 """The largest hidden or intermediate size. The product of two such sizes and an item's size stays below 2^63."""
+MAX_COUNT = 1 << 17
+"""The largest value of any other integer. It may say how many objects a library makes."""
+MAX_LIST = 1024
+"""The longest list of config.json. The longest known ones have an item for each layer."""
+LIMITS = (
+    (re.compile(r"(^|_)(layers?|blocks?|depths?)$"), MAX_LAYERS),
+    (re.compile(r"(^|_)experts?$"), MAX_EXPERTS),
+    (re.compile(r"theta|rope.*base"), 10**12),
+    (re.compile(r"vocab"), 1 << 31),
+    (
+        re.compile(r"size|dim|length|len$|seq|position|embedding|pixels|ctx|context|window|token|seed|index|_ids?$"),
+        MAX_SIZE,
+    ),
+)
+"""Words in the names of config.json's keys, in the language of transformers' families, and the most that their integers may be.
+The first pattern that fits counts."""
+QUANTISATION = "quantization_config"
+"""It may list every matrix of a model that is not quantised. Nothing is built from it."""
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,6 +95,37 @@ class ModelInfo:
     @property
     def kinds(self) -> tuple[StoredAs, ...]:
         return self.stored or (StoredAs(layers=self.layers, name=self.quant.scheme, quant=self.quant),)
+
+
+def check_config(config: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for integers and lists that no model has: transformers makes objects by them, here and in clients.
+
+    It also wants names in `architectures`.
+    """
+    for key, value in config.items():
+        if key != QUANTISATION:
+            _check_value(key, value, source)
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"{source}: architectures must be a list of names, got {shown(names)}")
+
+
+def _check_value(key: str, value: Any, source: str) -> None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_value(name, inner, source)
+    elif isinstance(value, list):
+        if len(value) > MAX_LIST:
+            raise CheckpointError(
+                f"{source}: {shown_name(key)} has {len(value)} items, at most {MAX_LIST} can be served"
+            )
+        for inner in value:
+            _check_value(key, inner, source)
+    elif type(value) is int:
+        most = next((most for words, most in LIMITS if words.search(key)), MAX_COUNT)
+        if abs(value) > most:
+            text = f"{source}: {shown_name(key)} is {shown(value)}, at most {most} can be served"
+            raise CheckpointError(text)
 
 
 class ConfigReader:

@@ -37,6 +37,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_JSON_BYTES = MAX_HEADER_BYTES
 """The largest known index has 7 MB."""
+MAX_CONFIG_BYTES = 16 << 20
+"""Lists of matrices that are not quantised take a megabyte at most."""
 MAX_JSON_DEPTH = 64
 SHOWN_CHARACTERS = 100
 MAX_DIMENSIONS = 64  # more than torch has
@@ -62,13 +64,13 @@ class TensorInfo:
     nbytes: int
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, *, most: int = MAX_JSON_BYTES) -> dict:
     """Returns a file's JSON object. Raises CheckpointError for any other JSON, and for a file too long or nested too deeply."""
     try:
         with open_regular(path) as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise ValueError(f"it has more than {most} bytes")
         data = _parse(text)
         _check_depth(data)
     except FileNotFoundError:

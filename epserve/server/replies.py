@@ -80,17 +80,18 @@ def _placed(tensor: wire.WireTensor, where: Slice) -> wire.WireTensor:
     return tensor.placed(pb.RegionSlice(region=where.region.name, offset=where.offset, byte_size=where.nbytes))
 
 
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
 def _kept(rows: list[int], checked: CheckedRequest, computed: torch.dtype) -> tuple[int, ...]:
     """Returns `rows`. Raises NotFinite unless the request keeps them."""
     if not rows or checked.keep_not_finite:
         return tuple(rows)
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", ..." if len(rows) > SHOWN_ROWS else "")
     model, reply = str(computed).removeprefix("torch."), wire.DTYPE_NAMES[checked.reply_dtype]
-    wider = (
-        ""
-        if reply in (model, "float8_e4m3fn")
-        else f", a wider reply_dtype than {reply} (the model computes in {model})"
-    )
+    narrow = checked.reply_dtype != pb.FP8_E4M3 and _largest(getattr(torch, reply)) < _largest(computed)
+    wider = f", a wider reply_dtype than {reply} (the model computes in {model})" if narrow else ""
     if checked.backward:
         raise NotFinite(
             f"output_gradients: layer {checked.layer} makes NaN or infinity of {len(rows)} of {checked.tokens} gradients (rows"

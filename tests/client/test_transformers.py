@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epserve.transformers
+from epserve.client.engines.transformers.remote_modules import RemoteModule
 from epserve.errors import CheckpointError, ConfigError, Incompatible, InvalidRequest, NotReady
 from tests.models.coverage_table import InProcess, quantise_experts, write_checkpoint
 
@@ -284,6 +286,24 @@ def test_saving_is_refused_rather_than_done_without_the_experts(qwen, tmp_path):
         remote = load(qwen, service)
         with pytest.raises(ConfigError, match="a model with remote experts cannot be saved"):
             remote.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("gate", ["local", "remote"])
+def test_pickling_is_refused_in_words_and_copies_and_state_go_on(qwen, tmp_path, gate):
+    with epserve.transformers.connect(InProcess(qwen), gate=gate) as service:
+        remote = load(qwen, service)
+        for save in (lambda: torch.save(remote, tmp_path / "model.pt"), lambda: pickle.dumps(remote.model.layers[0])):
+            with pytest.raises(ConfigError, match="a model with remote experts cannot be pickled"):
+                save()
+        torch.save(remote.state_dict(), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert state.keys() == remote.state_dict().keys() and not [
+            name for name in state if "experts.down_proj" in name
+        ]
+        twin = copy.deepcopy(remote)
+        assert torch.equal(greedy(twin), greedy(remote))
+        block = next(module for module in remote.modules() if isinstance(module, RemoteModule))
+        assert vars(copy.copy(block)) == vars(block)
 
 
 def test_wrong_gate_word():

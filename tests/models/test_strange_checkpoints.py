@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 from epserve.errors import CheckpointError, OperatorError
 from epserve.models import UnchangedCheckpoint, open_checkpoint
-from epserve.models.generic import check_sizes
+from epserve.models.info import check_config
 from epserve.models.tensors import read_header
 from tests.support.checkpoints import edit_config, write
 
@@ -75,6 +76,40 @@ def test_a_size_that_no_model_has_is_not_built_by_transformers_either(generic, k
         (generic / "config.json").write_text(config)
 
 
+STRANGE: dict[str, tuple[dict, str]] = {
+    "labels": ({"num_labels": 10**8}, "num_labels is 100000000, at most 131072 can be served"),
+    "layers of an encoder": ({"encoder_layers": 10**8}, "encoder_layers is 100000000, at most 1024 can be served"),
+    "a list": ({"deepstack_indexes": list(range(100_000))}, "deepstack_indexes has 100000 items, at most 1024"),
+    "within": ({"vision_config": {"depth": 10**8}}, "depth is 100000000, at most 1024 can be served"),
+    "within a list": ({"parts": [{"blocks": 10**8}]}, "blocks is 100000000, at most 1024 can be served"),
+    "a size in a list": ({"hidden_sizes": [64, 10**9]}, "hidden_sizes is 1000000000, at most 16777216 can be served"),
+    "a word that is not known": ({"frobs": -(10**8)}, "frobs is -100000000, at most 131072 can be served"),
+    "a name of two lines": ({"a\nb": 10**8}, r"'a\nb' is 100000000, at most 131072"),
+    "architectures": ({"architectures": 5}, "architectures must be a list of names, got 5"),
+    "names of architectures": ({"architectures": ["A", 5]}, "architectures must be a list of names, got ['A', 5]"),
+}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "generic"])
+@pytest.mark.parametrize("case", STRANGE)
+def test_no_integer_and_no_list_is_larger_than_a_model_can_have(family, case, folder, generic, tmp_path):
+    values, message = STRANGE[case]
+    copy = tmp_path / "copy"
+    shutil.copytree(generic if family == "generic" else folder, copy)
+    assert message in refused(edit_config(copy, **values))
+
+
+def test_a_configuration_of_many_megabytes_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"a": "b" * (17 << 20)}))
+    assert "config.json cannot be read: it has more than 16777216 bytes" in refused(folder)
+
+
+def test_transformers_stops_building_when_a_model_has_too_many_modules(generic, monkeypatch):
+    monkeypatch.setattr("epserve.models.generic.MAX_MODULES", 20)
+    assert "it has more than 20 modules" in refused(generic)
+
+
 @pytest.mark.parametrize("families", ["gemma3n_text", pytest.param("all", marks=pytest.mark.slow)])
 def test_no_family_of_transformers_has_sizes_that_are_refused(families):
     """Some have large numbers under keys that sound alike, such as vocab_size_per_layer_input."""
@@ -83,10 +118,10 @@ def test_no_family_of_transformers_has_sizes_that_are_refused(families):
     checked = 0
     for name in CONFIG_MAPPING if families == "all" else [families]:
         try:
-            config = CONFIG_MAPPING[name]().to_dict()
+            config = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
         except Exception:  # has no defaults, or wants a package
             continue
-        check_sizes(config, name)
+        check_config(config, name)
         checked += 1
     assert checked > (200 if families == "all" else 0)
 

@@ -118,6 +118,20 @@ async def test_a_result_that_only_the_replys_dtype_cannot_hold(wire_format):
         judge(y, rows, x)
 
 
+@pytest.mark.parametrize(("computed", "asked", "wider"), [
+    (torch.bfloat16, torch.float32, False), (torch.bfloat16, torch.float16, True), (torch.bfloat16, torch.bfloat16, False),
+    (torch.float16, torch.bfloat16, False), (torch.float16, torch.float32, False), (torch.float32, torch.float16, True),
+])  # fmt: skip
+async def test_a_wider_reply_is_advised_only_where_there_is_one(computed, asked, wider):
+    async def infinite(batch: Batch) -> torch.Tensor:
+        return torch.full_like(batch.hidden, float("inf"), dtype=computed)
+
+    async with serving(FakeEngine(infinite, hidden=128)) as server, AsyncClient(server.address) as client:
+        with pytest.raises(NotFinite) as error:
+            await client.forward(1, torch.ones(2, 128, dtype=asked))
+    assert ("a wider reply_dtype than" in str(error.value)) == wider
+
+
 async def test_large_finite_values_are_not_taken_for_infinite_ones():
     """Their sum passes the largest number."""
     x = torch.full((4, 128), 3e38)

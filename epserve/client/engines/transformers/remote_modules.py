@@ -7,10 +7,11 @@ in the place of each weight refuses every operation on it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -94,6 +95,22 @@ def _flattened(value: Any) -> Iterator[Any]:
 
 class RemoteModule(nn.Module):
     """Is mixed into the class of every emptied module."""
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a model with remote experts cannot be pickled (torch.save): the file would have no experts; save its state_dict(),"
+            " or load the model anew where it is needed"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse(name, "set")

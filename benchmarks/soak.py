@@ -357,7 +357,7 @@ def main() -> None:
     result |= {
         "exit_code": exit_code,
         "tracebacks_in_log": log.count("Traceback"),
-        "connections_that_held_too_much": log.count("its calls are ended"),
+        "connections_that_held_too_much": log.count("are ended"),
         "run": {
             "seconds": options.seconds, "clients": options.clients, "ranks": options.ranks, "sizes": SIZES,
             "machine": platform.platform(), "cpus": os.cpu_count(), "load_before": os.getloadavg()[2],

@@ -12,19 +12,29 @@ import gc
 import logging
 from typing import Any
 
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
+import grpc
+
+try:
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
+
+    _GONE: Any = cygrpc.ExecuteBatchError
+except (ImportError, AttributeError):  # names inside grpcio: without them its tracebacks stay in the log
+    _GONE = ()
 
 log = logging.getLogger("epserve.server")
 
 _OWNER = "_schedule_rpc_coro"
 """The coroutine in grpc.aio's server whose task waits for a cancellation and refers to the method's task."""
 _due: set[asyncio.Task[Any]] = set()
+_unknown = False
+"""grpcio keeps its tasks in another way. The log has said so."""
 
 
 def drop(task: asyncio.Task[Any]) -> None:
     """Resets the stream of the call whose method runs in `task`: its client sees CANCELLED, and its memory is free.
 
-    Calls that are dropped at one time share the search for their tasks.
+    Calls that are dropped at one time share the search for their tasks. With a grpcio that keeps its tasks in another way, the
+    method ends, and what gRPC holds of the call stays until its client ends it. One line of the log says so.
     """
     if not _due:
         task.get_loop().call_soon(_sweep)
@@ -32,6 +42,7 @@ def drop(task: asyncio.Task[Any]) -> None:
 
 
 def _sweep() -> None:
+    global _unknown
     wanted = {task for task in _due if not task.done()}
     _due.clear()
     found = 0
@@ -42,9 +53,13 @@ def _sweep() -> None:
             found += 1
     for task in wanted:
         task.cancel()
-    if found < len(wanted):
-        text = "%d calls cannot be ended before their clients end them: grpc.aio keeps its tasks in another way"
-        log.error(text, len(wanted) - found)
+    if found < len(wanted) and not _unknown:
+        _unknown = True
+        text = (
+            "grpcio %s keeps its tasks in a way that is not known here: a call whose client does not read lasts until that"
+            " client ends it, and so does its memory; install the grpcio that epserve's lock files name"
+        )
+        log.error(text, grpc.__version__)
 
 
 def _tasks_of(coroutine: Any) -> set[asyncio.Task[Any]]:
@@ -56,11 +71,11 @@ def _tasks_of(coroutine: Any) -> set[asyncio.Task[Any]]:
 def quiet(record: logging.LogRecord) -> bool:
     """Filters gRPC's log: a client that goes away before it has its reply is one line, not an error with a traceback."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, cygrpc.ExecuteBatchError):
+    if isinstance(error, _GONE):
         record.levelno, record.levelname = logging.INFO, "INFO"
         record.msg, record.args = "status=CANCELLED a client went away before its reply was sent", ()
         record.exc_info = record.exc_text = None
     return True
 
 
-GRPC_LOG = logging.getLogger(cygrpc.__name__)
+GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")

@@ -1,10 +1,10 @@
 """Counts the bytes of incomplete messages, which gRPC keeps, and ends calls when they become too many.
 
-gRPC shows a message when it is whole. The rest of what it holds are the bytes that the kernel has counted on a connection, less
-the messages that came over it. Two times a second the server looks at the kernel's counts. Headers and frames come beside the
-messages, so each look allows for some bytes beside the messages since the look before. What a look does not need is not kept for
-later: many small messages do not hide a part of a large one. What came of a call that has ended is gone, so the bytes of a
-connection since its oldest open call began are an upper bound.
+gRPC shows a message when it is whole. The incomplete part is the bytes that the kernel has counted on a connection, less the
+messages that came over it. Two times a second the server looks at the kernel's counts. Headers and frames come beside the
+messages, so each look allows for some bytes beside the messages since the look before. The unused allowance of a look lapses, so
+many small messages do not hide a part of a large one. The bytes of a call that has ended are gone, so the bytes of a connection
+since its oldest open call began are an upper bound.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ log = logging.getLogger("epserve.server")
 SAMPLE_S = 0.5
 """The time between two looks at the connections. Their bytes in that time may pass the limit."""
 IDLE_SAMPLES = 60
-"""While no call is open, one look in so many: connections that have gone are forgotten."""
+"""While no call is open, only one in this number of looks is taken, to forget connections that have gone."""
 SLACK_BYTES = 256 << 10
-"""Of each connection that does not count: settings, the first windows. Less where there are many connections."""
+"""The bytes of each connection that do not count: settings, the first windows. They are fewer if there are many connections."""
 SLACK_SHARE = 4
-"""The slack of all connections together is at most one part in so many of the limit."""
+"""The slack of all connections together is at most one part in SLACK_SHARE of the limit."""
 CALL_BYTES, MESSAGE_BYTES, MESSAGE_SHARE = 1024, 128, 100
-"""What may come beside the messages between two looks: so many bytes for a call, so many for each message, and one part in so
-many of its own."""
+"""The allowance beside the messages between two looks: CALL_BYTES for each call, MESSAGE_BYTES for each message, and one part in
+MESSAGE_SHARE of its own bytes."""
 SHOWN = 3
-"""So many connections are named in one line of the log."""
+"""The most connections that one line of the log names."""
 
 
 @dataclass(slots=True)
 class Look:
-    """One look at a connection. `received`: bytes since the connection began."""
+    """Notes one look at a connection. `received`: the bytes since the connection began."""
 
     number: int
     received: int
     whole: int = 0
-    """Bytes of the messages that are whole by now, of calls that refer to this look."""
+    """The bytes of complete messages, of the calls that referred to this look when they came."""
 
 
 class Arrival:
-    """A call, from its first byte on. `fail` ends it.
+    """Represents an open call. `fail` ends it. `waits`: its one message is not here yet.
 
-    waits: its one message is not here yet. NOTE: the task of a call refers to this object, so this one does not refer to the
+    NOTE: the task of a call refers to this object, so this one does not refer to the
     task. A call that is dropped is free only when nothing refers to it.
     """
 
@@ -60,15 +60,15 @@ class Arrival:
         self.failure: EpserveError | None = None
         self.waits = False
         self.since = self.following = peer.before()
-        """The bytes of this call came after this look, less those of messages that are whole."""
+        """The look before the bytes of this call, apart from its complete messages."""
 
     def delivered(self, nbytes: int) -> None:
-        """A whole message came. A part of the next one may have come before it."""
+        """Counts a complete message. A part of the next one may have come before its end."""
         self.peer.delivered(nbytes, self.since)
         self.since, self.following = self.following, self.peer.before()
 
     def fail(self, error: EpserveError) -> None:
-        """With a status where the method waits for its message, otherwise the stream is reset."""
+        """Ends the call: with a status while the method waits for its message, otherwise by a reset of the stream."""
         task = self.peer.calls.get(self)
         if task is None:
             return
@@ -80,7 +80,7 @@ class Arrival:
 
 
 class Peer:
-    """One connection: its calls and its bytes. `name`: gRPC's."""
+    """Counts one connection: its calls and its bytes. `name`: gRPC's name of it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -88,20 +88,20 @@ class Peer:
         self.held = 0
         """What counts as held, as of the last look."""
         self._looks = [Look(0, 0)]
-        """Those that open calls refer to, and the last two."""
+        """The looks that open calls refer to, and the last two."""
         self._inode = 0
         self._unfinished = 0
-        """Bytes of messages that are not whole, at most, as of the last look."""
+        """An upper bound of the bytes of incomplete messages, at the last look."""
         self._whole = self._beside = self._counted = self._allowed = 0
         self._marked: tuple[int, int, int] | None = None
 
     def before(self) -> Look:
-        """The last look but one: gRPC may have taken bytes of a new call shortly before it shows the call."""
+        """Returns the last look but one, since gRPC may have taken bytes of a new call shortly before it shows the call."""
         return self._looks[-2] if len(self._looks) > 1 else self._looks[-1]
 
     @property
     def active(self) -> bool:
-        """Another look can find something."""
+        """Tells whether another look can find anything."""
         return bool(self.calls or self._unfinished)
 
     def joined(self, call: Arrival) -> None:
@@ -116,13 +116,13 @@ class Peer:
             self.held = 0
 
     def delivered(self, nbytes: int, since: Look) -> None:
-        """A whole message came, whose bytes came after `since`."""
+        """Counts a complete message, whose bytes came after `since`."""
         since.whole += nbytes
         self._whole += nbytes
         self._beside += MESSAGE_BYTES + nbytes // MESSAGE_SHARE
 
     def mark(self) -> None:
-        """The next count has all the bytes of the messages that are whole by now."""
+        """Notes the complete messages. The next count of the kernel has all their bytes."""
         needed = {look.number for call in self.calls for look in (call.since, call.following)}
         oldest = min(needed, default=self._looks[-1].number)
         kept: list[Look] = []
@@ -136,12 +136,15 @@ class Peer:
         self._marked = since[0].received + sum(look.whole for look in since), self._whole, self._beside
 
     def sample(self, found: sockets.Connection, slack: int) -> None:
-        """slack: how many bytes do not count."""
-        if self._marked is None:  # the connection is newer than the mark
+        """Updates the count. slack: the number of bytes that do not count."""
+        if self._marked is None:  # the connection is newer than the last mark
             return
         (least, whole, beside), last, received = self._marked, self._looks[-1], found.received
         came = received - last.received - (whole - self._counted)
-        if received < last.received or self._inode not in (0, found.inode):  # another connection from the same port
+        if received < last.received or self._inode not in (
+            0,
+            found.inode,
+        ):  # it is another connection from the same port
             self._unfinished, least, came = 0, 0, received
             self._looks = [Look(last.number, 0)]
             for call in self.calls:
@@ -153,7 +156,7 @@ class Peer:
         self.held = max(self._unfinished - slack, 0) if self.calls else 0
 
     def shed(self, error: Overloaded) -> None:
-        """Ends everything that could hold a part of a message."""
+        """Ends all calls, since each could hold a part of a message."""
         for call in self.calls:
             call.fail(error)
         self.calls.clear()
@@ -176,7 +179,7 @@ class Intake:
 
     @property
     def waiting(self) -> int:
-        """Calls whose message is not here in full."""
+        """Returns the number of calls whose message is not complete."""
         return sum(call.waits for peer in self._peers.values() for call in peer.calls)
 
     @property
@@ -185,7 +188,7 @@ class Intake:
         return sum(peer.held for peer in self._peers.values())
 
     def begin(self, name: str) -> Arrival:
-        """A call of this task came over the connection `name`."""
+        """Counts a call of this task, which came over the connection `name`."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = Peer(name)
@@ -216,12 +219,12 @@ class Intake:
             self.take(found)
 
     def mark(self) -> None:
-        """Before the kernel is asked, for `take`."""
+        """Notes all complete messages. It runs before the kernel is asked for what `take` gets."""
         for peer in self._peers.values():
             peer.mark()
 
     def take(self, found: Iterable[sockets.Connection]) -> None:
-        """Counts again. Above the limit, the connections that hold most lose their calls."""
+        """Counts again. Above the limit, the connections with most bytes lose their calls."""
         ends = {end.peer: end for end in found}
         slack = min(SLACK_BYTES, self._limit // SLACK_SHARE // max(len(ends), 1))
         for name, peer in list(self._peers.items()):

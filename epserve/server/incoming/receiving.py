@@ -87,7 +87,7 @@ class Receiving(grpc.aio.ServerInterceptor):
         return call
 
     def _begin(self, context: Any) -> Arrival:
-        """Until gRPC has sent the reply: what a client sends behind its message lies in gRPC as long."""
+        """Counts the call until gRPC has sent its reply. Bytes that a client sends after its message lie in gRPC as long."""
         arrival = self._intake.begin(context.peer())
         _arrival.set(arrival)
         task = asyncio.current_task()

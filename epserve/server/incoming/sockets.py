@@ -24,8 +24,8 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """One end of an established TCP connection. `source` is this end. `received`: bytes that its owner has got. `inode`: of
-    the socket, no two have the same at one time."""
+    """Describes one end of an established TCP connection. `source` is this end. `received`: the bytes that came in here. `inode`
+    tells sockets of one time apart."""
 
     source: tuple[str, int]
     destination: tuple[str, int]

@@ -39,18 +39,41 @@ def tls_of(ca: Path | None, cert: Path | None, key: Path | None, name: str) -> T
 def rebalance(
     address: Address = "127.0.0.1:50051", token_file: TokenFile = None, tls_ca: Authority = None,
     tls_cert: Certificate = None, tls_key: Key = None, tls_name: Name = "", timeout: Timeout = 600,
+    explain: Annotated[bool, typer.Option(help="Move nothing. Tell what would move, and the gain.")] = False,
 ) -> None:  # fmt: skip
     """Move experts so that the counted load is balanced, while the service goes on."""
     from epserve.protocol import admin_pb2 as pb
 
     tls = tls_of(tls_ca, tls_cert, tls_key, tls_name)
-    done = _call("Rebalance", pb.RebalanceRequest(), address, token_file, tls, timeout)
-    print(
-        f"{done.moved} slots moved in {len(done.layers)} layers in {done.seconds:.1f} s; the busiest rank had"
-        f" {done.imbalance_before:.2f} of the mean, now {done.imbalance_after:.2f}"
-    )
+    done = _call("Rebalance", pb.RebalanceRequest(explain=explain), address, token_file, tls, timeout)
+    if explain:
+        for each in done.moves:
+            print(_moves(each))
+    if not done.moved:
+        print(
+            f"no expert {'would move' if explain else 'moved'}: the busiest rank has {done.imbalance_before:.2f} of the mean"
+        )
+    else:
+        verb, had, has = ("would move", "has", "would have") if explain else ("moved", "had", "has")
+        print(
+            f"{done.moved} slots {verb} in {len(done.layers)} layers"
+            + (
+                f", {sum(each.bytes for each in done.moves) / 2**20:.1f} MiB"
+                if explain
+                else f" in {done.seconds:.1f} s"
+            )
+            + f"; the busiest rank of these layers {had} {done.imbalance_before:.2f} of the mean and {has}"
+            f" {done.imbalance_after:.2f}"
+        )
     if done.skipped:
         print(f"no memory for layers {', '.join(map(str, done.skipped))}: they stayed as they were")
+
+
+def _moves(each) -> str:
+    if not each.moved:
+        return f"layer {each.layer}: nothing moves: {each.reason}"
+    size = f"{each.bytes / 2**20:.1f} MiB"
+    return f"layer {each.layer}: {each.moved} slots, {size}: {each.imbalance_before:.2f} -> {each.imbalance_after:.2f}"
 
 
 def scale(

@@ -189,9 +189,9 @@ class Engine:
         """Memory of clients on the GPUs of this host's ranks; None while the engine is not there."""
         return self._pool.regions if self._pool is not None else None
 
-    async def rebalance(self) -> Rebalance:
+    async def rebalance(self, explain: bool = False) -> Rebalance:
         """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""
-        return await self._serving_pool().changes.rebalance()
+        return await self._serving_pool().changes.rebalance(explain=explain)
 
     async def scale(self, ranks: int) -> Resize:
         """Go on with another number of ranks; requests wait in the queue for a moment. Raises NotReady, ConfigError."""

@@ -120,8 +120,8 @@ class RemoteEngine:
         }
         return await self._ask(header, (*hidden, *gradient, *routed), batch, batch.deadline + LATE_S)
 
-    async def rebalance(self) -> Any:
-        return await self._change("rebalance")
+    async def rebalance(self, explain: bool = False) -> Any:
+        return await self._change("rebalance", explain)
 
     async def scale(self, ranks: int) -> Any:
         return await self._change("scale", ranks)

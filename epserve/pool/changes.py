@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from ray.exceptions import RayError
@@ -25,6 +25,7 @@ from epserve.link.failure import root_cause
 from epserve.modular_kernel import ExpertLayout
 from epserve.rank.placement import Placement
 from epserve.rank.setup import plan as rank_plan
+from epserve.rank.setup.balance import ONE_HOST, Hosts, propose
 from epserve.rank.setup.memory import check_machine
 from epserve.rank.step import Arrangement
 
@@ -42,11 +43,24 @@ POLL_S = 0.5  # whether a recovery is stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rebalance:
-    """What one rebalance did. `skipped`: layers for which some rank had no memory. Imbalance: busiest rank against the mean.
+class LayerMoves:
+    """One layer's part in a rebalance. `nbytes`: size of the moved experts. `reason`: why nothing moves, or empty."""
 
-    `moved`: slots whose expert changed, over all layers. `came_from`: how many experts ranks had themselves ("here"), took
-    from other ranks ("peer") or read ("checkpoint").
+    layer: int
+    moved: int
+    nbytes: int
+    before: float
+    after: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalance:
+    """What one rebalance did, or would do. `skipped`: layers for which some rank had no memory.
+
+    `moved`: slots whose expert changed, over all layers. Imbalance (`before`, `after`): the busiest rank against the mean, in the
+    worst of the layers that moved, or of all layers when none did. `came_from`: how many experts ranks had themselves
+    ("here"), took from other ranks ("peer") or read ("checkpoint").
     """
 
     layers: tuple[int, ...]
@@ -56,6 +70,8 @@ class Rebalance:
     after: float
     seconds: float
     came_from: Mapping[str, int] = field(default_factory=dict)
+    moves: tuple[LayerMoves, ...] = ()
+    """Every layer with its gain, or with the reason why nothing moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,51 +113,66 @@ class Changes:
         since_E = self._counted.get(layer)
         return (counts_E if since_E is None else counts_E - since_E).tolist()
 
-    async def rebalance(self, *, above: float = 1.0, loads: dict[int, Sequence[float]] | None = None) -> Rebalance:
-        """Move the experts of layers whose imbalance is greater than `above`.
+    async def rebalance(
+        self, *, above: float = 1.0, loads: dict[int, Sequence[float]] | None = None, explain: bool = False
+    ) -> Rebalance:
+        """Moves the experts of layers whose imbalance is greater than `above`, where that is worth it.
 
-        loads: tokens of each logical expert by layer, instead of what was counted. Raises NotReady while something else
-        changes, RankFailed when a rank is lost meanwhile: layers that are done stay moved, the others as they were.
+        Args:
+            above: imbalance that may stay.
+            loads: tokens of each logical expert by layer, instead of the counted ones.
+            explain: move nothing, and tell what would move.
+
+        Raises:
+            NotReady: something else changes.
+            RankFailed: a rank is lost meanwhile. Layers that are done stay moved, the others stay as they were.
         """
         if self._ranks.missing:
             raise NotReady("a lost rank is being replaced, its experts are on no rank; ask again when it is back")
-        return await self._one.alone(self._rebalance(above, loads or {}), "rebalance")
+        return await self._one.alone(self._rebalance(above, loads or {}, explain), "rebalance")
 
-    async def _rebalance(self, above: float, given: dict[int, Sequence[float]]) -> Rebalance:
+    async def _rebalance(self, above: float, given: dict[int, Sequence[float]], explain: bool) -> Rebalance:
         pool, start = self._ranks, time.monotonic()
         await asyncio.gather(*(member.read_load(pool.load) for member in pool.members))
-        done: list[int] = []
         skipped: list[int] = []
-        moved, before, after = 0, [1.0], [1.0]
+        told: list[LayerMoves] = []
         self._came_from.clear()
+        hosts = self._hosts()
         for layer, placement in pool.arrangement.placements.items():
             loads = list(given.get(layer) or self.loads(layer))
-            if not any(loads):
-                continue
-            better = Placement.spread(
-                placement.num_logical, placement.layout, loads=loads, version=self._ranks.next_version()
-            )
-            was, will_be = placement.imbalance(loads), better.imbalance(loads)
-            before.append(was)
-            if was <= above or (will_be >= was and layer not in given):
-                after.append(was)
-                continue
-            if not await self._move(layer, better):
+            # A large layer takes tenths of a second, in which the service answers.
+            found = await asyncio.to_thread(
+                propose, placement, loads, hosts, version=pool.next_version(), above=above
+            )  # fmt: skip
+            moves = LayerMoves(
+                layer=layer, moved=found.moved, nbytes=found.moved * pool.expert_bytes(layer), before=found.before,
+                after=found.after, reason=found.reason,
+            )  # fmt: skip
+            if found.moved and not explain and not await self._move(layer, found.placement):
                 skipped.append(layer)
-                after.append(was)
-                continue
-            done.append(layer)
-            after.append(will_be)
-            pairs = zip(placement.physical_to_logical, better.physical_to_logical, strict=True)
-            moved += sum(old != new for old, new in pairs)
-        self.rebalances += bool(done)
+                moves = replace(moves, moved=0, nbytes=0, after=found.before, reason="some rank has no memory for it")
+            told.append(moves)
+        done = [each for each in told if each.moved]
+        self.rebalances += bool(done) and not explain
         self.skipped_layers += len(skipped)
+        shown = done or told
         result = Rebalance(
-            layers=tuple(done), skipped=tuple(skipped), moved=moved, before=max(before), after=max(after),
-            seconds=time.monotonic() - start, came_from=dict(self._came_from),
+            layers=tuple(each.layer for each in done), skipped=tuple(skipped), moved=sum(each.moved for each in done),
+            before=max(each.before for each in shown), after=max(each.after for each in shown),
+            seconds=time.monotonic() - start, came_from=dict(self._came_from), moves=tuple(told),
         )  # fmt: skip
-        log.info("rebalance: %s", result)
+        log.info(
+            "rebalance%s: %d slots in %d layers, busiest rank %.2f of the mean, now %.2f, experts from %s",
+            " (explained)" if explain else "", result.moved, len(done), result.before, result.after, result.came_from,
+        )  # fmt: skip
         return result
+
+    def _hosts(self) -> Hosts:
+        """Returns the ranks of each host, as far as they are consecutive."""
+        topology = self._ranks.arrangement.topology
+        if topology is None or not topology.by_host:
+            return ONE_HOST
+        return Hosts(sizes=topology.host_sizes, num_groups=self._ranks.info.gate.num_groups)
 
     async def _move(self, layer: int, placement: Placement) -> bool:
         """False: some rank has no memory for it, nothing has changed."""

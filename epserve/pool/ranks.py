@@ -151,6 +151,11 @@ class Ranks:
         }
         return all(all2all.REGISTRY.get(name).prepare_finalize.capability.interruptible for name in names)
 
+    def expert_bytes(self, layer: int) -> int:
+        """Returns the bytes of one expert of a layer (of a rank's slice of it)."""
+        group = next(group for group in self.plan.groups if layer in group.layers)
+        return group.expert_bytes(1)
+
     def next_version(self) -> int:
         """Returns a version that no step has named yet."""
         return next(self._versions)

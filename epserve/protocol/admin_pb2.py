@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x61\x64min.proto\x12\nepserve.v1\"\x12\n\x10RebalanceRequest\"\x84\x01\n\x0eRebalanceReply\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x0f\n\x07skipped\x18\x02 \x03(\r\x12\r\n\x05moved\x18\x03 \x01(\r\x12\x18\n\x10imbalance_before\x18\x04 \x01(\x01\x12\x17\n\x0fimbalance_after\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"\x1d\n\x0cScaleRequest\x12\r\n\x05ranks\x18\x01 \x01(\r\"T\n\nScaleReply\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0epaused_seconds\x18\x04 \x01(\x01\x32\x89\x01\n\x05\x41\x64min\x12\x45\n\tRebalance\x12\x1c.epserve.v1.RebalanceRequest\x1a\x1a.epserve.v1.RebalanceReply\x12\x39\n\x05Scale\x12\x18.epserve.v1.ScaleRequest\x1a\x16.epserve.v1.ScaleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x61\x64min.proto\x12\nepserve.v1\"#\n\x10RebalanceRequest\x12\x0f\n\x07\x65xplain\x18\x01 \x01(\x08\"\xab\x01\n\x0eRebalanceReply\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x0f\n\x07skipped\x18\x02 \x03(\r\x12\r\n\x05moved\x18\x03 \x01(\r\x12\x18\n\x10imbalance_before\x18\x04 \x01(\x01\x12\x17\n\x0fimbalance_after\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12%\n\x05moves\x18\x07 \x03(\x0b\x32\x16.epserve.v1.LayerMoves\"|\n\nLayerMoves\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\r\n\x05moved\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x18\n\x10imbalance_before\x18\x04 \x01(\x01\x12\x17\n\x0fimbalance_after\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x1d\n\x0cScaleRequest\x12\r\n\x05ranks\x18\x01 \x01(\r\"T\n\nScaleReply\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0epaused_seconds\x18\x04 \x01(\x01\x32\x89\x01\n\x05\x41\x64min\x12\x45\n\tRebalance\x12\x1c.epserve.v1.RebalanceRequest\x1a\x1a.epserve.v1.RebalanceReply\x12\x39\n\x05Scale\x12\x18.epserve.v1.ScaleRequest\x1a\x16.epserve.v1.ScaleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REBALANCEREQUEST']._serialized_start=27
-  _globals['_REBALANCEREQUEST']._serialized_end=45
-  _globals['_REBALANCEREPLY']._serialized_start=48
-  _globals['_REBALANCEREPLY']._serialized_end=180
-  _globals['_SCALEREQUEST']._serialized_start=182
-  _globals['_SCALEREQUEST']._serialized_end=211
-  _globals['_SCALEREPLY']._serialized_start=213
-  _globals['_SCALEREPLY']._serialized_end=297
-  _globals['_ADMIN']._serialized_start=300
-  _globals['_ADMIN']._serialized_end=437
+  _globals['_REBALANCEREQUEST']._serialized_end=62
+  _globals['_REBALANCEREPLY']._serialized_start=65
+  _globals['_REBALANCEREPLY']._serialized_end=236
+  _globals['_LAYERMOVES']._serialized_start=238
+  _globals['_LAYERMOVES']._serialized_end=362
+  _globals['_SCALEREQUEST']._serialized_start=364
+  _globals['_SCALEREQUEST']._serialized_end=393
+  _globals['_SCALEREPLY']._serialized_start=395
+  _globals['_SCALEREPLY']._serialized_end=479
+  _globals['_ADMIN']._serialized_start=482
+  _globals['_ADMIN']._serialized_end=619
 # @@protoc_insertion_point(module_scope)

@@ -178,69 +178,6 @@ def left_out(ids_Mt: torch.Tensor, placement: Placement, parts: Sequence[int]) -
     return {part: wanted for part, ids in found.items() if (wanted := tuple(each for each in ids if each >= 0))}
 
 
-# The policy. DeepSeek's published expert-parallel load balancer, for one layer at a time: groups of experts go to nodes,
-# then experts are replicated within a node by load, then replicas are packed onto the node's ranks.
-
-
-def balanced_packing(loads: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Packs items 0 .. n-1 into `num_packs` packs of equal size: the heaviest first, to the lightest pack with room."""
-    if len(loads) % num_packs:
-        raise ConfigError(f"{len(loads)} items do not divide into {num_packs} packs")
-    room = len(loads) // num_packs
-    if room == 1:
-        return [[item] for item in range(num_packs)]
-    packs: list[list[int]] = [[] for _ in range(num_packs)]
-    totals = [0.0] * num_packs
-    for item in sorted(range(len(loads)), key=lambda item: -loads[item]):
-        pack = min((p for p in range(num_packs) if len(packs[p]) < room), key=lambda p: totals[p])
-        packs[pack].append(item)
-        totals[pack] += loads[item]
-    return packs
-
-
-def replicate_experts(loads: Sequence[float], num_replicas: int) -> tuple[list[int], list[int]]:
-    """Returns the expert that each of `num_replicas` replicas copies, and the number of copies of each expert.
-
-    The first replicas are one of each expert. Every further one goes to the expert with the highest load per copy.
-    """
-    if num_replicas < len(loads):
-        raise ConfigError(f"{num_replicas} replicas are fewer than the {len(loads)} experts")
-    experts, copies = list(range(len(loads))), [1] * len(loads)
-    for _ in range(num_replicas - len(loads)):
-        hottest = max(range(len(loads)), key=lambda expert: loads[expert] / copies[expert])
-        experts.append(hottest)
-        copies[hottest] += 1
-    return experts, copies
-
-
-def rebalance_hierarchical(
-    loads: Sequence[float], num_replicas: int, *, num_groups: int = 1, num_nodes: int = 1, num_ranks: int
-) -> tuple[int, ...]:
-    """Returns `physical_to_logical` of `num_replicas` slots, equally many on each rank. Nodes hold consecutive ranks.
-
-    Experts of one group stay on one node. When groups do not divide over nodes, all ranks count as one node.
-    """
-    if num_groups % num_nodes:
-        num_groups, num_nodes = 1, 1
-    for name, number, parts in (
-        ("experts", len(loads), num_groups),
-        ("replicas", num_replicas, num_ranks),
-        ("ranks", num_ranks, num_nodes),
-    ):
-        if number % parts:
-            raise ConfigError(f"{number} {name} do not divide by {parts}")
-    group_size = len(loads) // num_groups
-    groups = [range(start, start + group_size) for start in range(0, len(loads), group_size)]
-    slots: list[int] = []
-    for node_groups in balanced_packing([sum(loads[e] for e in group) for group in groups], num_nodes):
-        experts = [expert for group in node_groups for expert in groups[group]]
-        replicas, copies = replicate_experts([loads[e] for e in experts], num_replicas // num_nodes)
-        shares = [loads[experts[replica]] / copies[replica] for replica in replicas]
-        for rank in balanced_packing(shares, num_ranks // num_nodes):
-            slots += [experts[replicas[item]] for item in rank]
-    return tuple(slots)
-
-
 def pack_slots(loads: Sequence[float], layout: ExpertLayout) -> tuple[int, ...]:
     """Returns `physical_to_logical` for any layout, ranks of different sizes included.
 
@@ -287,17 +224,3 @@ def _part_copies(held: list[list[int]], shares: Sequence[float]) -> None:
             if swaps:
                 _, rank, place = min(swaps)
                 here[slot], held[rank][place] = held[rank][place], expert
-
-
-def rebalance(
-    current: Placement, loads: Sequence[float], *, num_replicas: int, num_groups: int = 1, num_nodes: int = 1
-) -> Placement:
-    """Returns the next placement for the measured `loads` (tokens per logical expert), on the same ranks."""
-    ranks = current.layout.num_ranks
-    slots = rebalance_hierarchical(loads, num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_ranks=ranks)
-    return Placement(
-        version=current.version + 1,
-        num_logical=current.num_logical,
-        layout=ExpertLayout.even(num_replicas, ranks),
-        physical_to_logical=slots,
-    )

@@ -26,7 +26,7 @@ class AdminServicer(pb_grpc.AdminServicer):
     async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.RebalanceReply:
         try:
             self._check(context)
-            done = await self._engine.rebalance()
+            done = await self._engine.rebalance(request.explain)
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         return pb.RebalanceReply(
@@ -36,7 +36,14 @@ class AdminServicer(pb_grpc.AdminServicer):
             imbalance_before=done.before,
             imbalance_after=done.after,
             seconds=done.seconds,
-        )
+            moves=[
+                pb.LayerMoves(
+                    layer=each.layer, moved=each.moved, bytes=each.nbytes, imbalance_before=each.before,
+                    imbalance_after=each.after, reason=each.reason,
+                )
+                for each in done.moves
+            ],
+        )  # fmt: skip
 
     async def Scale(self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext) -> pb.ScaleReply:
         try:

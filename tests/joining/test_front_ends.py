@@ -147,7 +147,8 @@ class TestJoined:
     async def test_states_status_and_changes_pass(self):
         engine = WatchedEngine(layers=(1, 2))
 
-        async def rebalance():
+        async def rebalance(explain):
+            assert explain
             return SimpleNamespace(layers=(1,), skipped=(), moved=3, before=2.0, after=1.1, seconds=0.5)
 
         async def scale(ranks):
@@ -163,7 +164,7 @@ class TestJoined:
             for state in ("recovering", "serving"):
                 engine.set_state(state)
             await until(lambda: states == ["recovering", "serving"])
-            assert (await front_end.rebalance()).moved == 3
+            assert (await front_end.rebalance(explain=True)).moved == 3
             with pytest.raises(ConfigError, match="5 ranks cannot be"):
                 await front_end.scale(5)
             await front_end.forward(batch(torch.ones(4, 32)))

@@ -288,7 +288,10 @@ async def test_no_memory_on_one_rank_skips_the_layer_and_counts_it(engine, paths
 
     monkeypatch.setattr(changes, "call_all", call_all)
     before, held = engine.status().rebalances_skipped, holdings(engine)
-    done = await engine._pool.changes.rebalance(loads={layer: [9.0, *[1.0] * 7] for layer in engine.layers})
+    uneven = {}
+    for layer, placement in engine._pool.arrangement.placements.items():  # the load lies on one rank alone
+        uneven[layer] = [9.0 if expert in placement.experts_of(0) else 1.0 for expert in range(8)]
+    done = await engine._pool.changes.rebalance(loads=uneven)
     assert done.skipped == engine.layers and not done.layers
     assert engine.status().rebalances_skipped == before + len(engine.layers)
     assert holdings(engine) == held and "adopt" not in calls
@@ -306,7 +309,16 @@ async def test_counted_load_moves_experts(engine, paths):
     for _ in range(5):
         deadline = time.monotonic() + 120
         await engine.forward(Batch(layer=LAYER, hidden=hidden, ids=ids, weights=weights, deadline=deadline))
+    held, counted = holdings(engine), engine.status().rebalances
+    told = await engine.rebalance(explain=True)
+    assert told.moved and told.after < told.before and holdings(engine) == held, "it tells and moves nothing"
+    assert engine.status().rebalances == counted
+    assert [each.layer for each in told.moves] == list(engine.layers)
+    assert all(each.reason for each in told.moves if not each.moved) and all(
+        each.nbytes for each in told.moves if each.moved
+    )
     loads = (await engine.rebalance(), engine._pool.arrangement.placements[LAYER])
+    assert (loads[0].moved, loads[0].layers) == (told.moved, told.layers), "as it was told"
     ranks = range(loads[1].layout.num_ranks)
     assert all({0, 1} & set(loads[1].experts_of(rank)) for rank in ranks)
     assert loads[0].after < 1.3
@@ -315,7 +327,10 @@ async def test_counted_load_moves_experts(engine, paths):
 @pytest.mark.timeout(600)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_timer_moves_what_is_out_of_balance(engine, paths):
-    ids, weights = torch.tensor([[6, 7]] * 30, dtype=torch.int32), torch.full((30, 2), 0.5)
+    """Three experts of two copies each lie on one rank. Two copies on each of the three ranks are even."""
+    hot = sorted(set(engine._pool.arrangement.placements[LAYER].experts_of(0)))[:3]
+    pairs = [[hot[0], hot[1]], [hot[1], hot[2]], [hot[2], hot[0]]]
+    ids, weights = torch.tensor(pairs * 10, dtype=torch.int32), torch.full((30, 2), 0.5)
     before, hidden = engine.status().rebalances, torch.randn(30, 64)
     timer = asyncio.ensure_future(engine._pool.changes._timer(0.2))
     end = time.monotonic() + 120
@@ -326,7 +341,7 @@ async def test_the_timer_moves_what_is_out_of_balance(engine, paths):
     timer.cancel()
     await asyncio.gather(timer, return_exceptions=True)
     placement = engine._pool.arrangement.placements[LAYER]
-    assert all({6, 7} & set(placement.experts_of(rank)) for rank in range(placement.layout.num_ranks))
+    assert placement.imbalance([float(expert in hot) for expert in range(8)]) == pytest.approx(1.0)
 
 
 @pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""Placement: logical to physical ids, replicas, uneven ranks, and the published balancing example."""
+"""Placement: logical to physical ids, replicas and uneven ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ import torch
 
 from epserve.errors import ConfigError
 from epserve.modular_kernel import ExpertLayout, Routing
-from epserve.rank.placement import (
-    Placement,
-    balanced_packing,
-    rebalance,
-    rebalance_hierarchical,
-    replicate_experts,
-    to_physical,
-)
+from epserve.rank.placement import Placement, to_physical
 
 
 def routing(ids) -> Routing:
@@ -109,47 +102,3 @@ def test_empty_batch():
 def test_impossible_placements_are_refused(slots, message):
     with pytest.raises(ConfigError, match=message):
         Placement(num_logical=3, layout=ExpertLayout(counts=(2, 1)), physical_to_logical=slots)
-
-
-# The example of the published algorithm: 12 experts in 4 groups, 16 replicas, 2 nodes of 4 GPUs.
-LOADS = (
-    (90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86),
-    (20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27),
-)
-SLOTS = (
-    (5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1),
-    (7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1),
-)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_rebalance_gives_the_published_example(layer):
-    assert rebalance_hierarchical(LOADS[layer], 16, num_groups=4, num_nodes=2, num_ranks=8) == SLOTS[layer]
-
-
-def test_rebalance_lowers_the_load_of_the_busiest_rank():
-    loads = [1000.0 / (rank + 1) for rank in range(32)]  # Zipf(1.0)
-    current = Placement.identity(32, 8)
-    better = rebalance(current, loads, num_replicas=48)
-    assert better.version == current.version + 1 and better.layout.counts == (6,) * 8
-
-    def busiest(placement: Placement) -> float:
-        share = [loads[e] / len(placement.replicas[e]) for e in range(32)]
-        return max(sum(share[e] for e in placement.experts_of(rank)) for rank in range(8))
-
-    assert busiest(better) < 1.1 * sum(loads) / 8 < busiest(current)
-
-
-def test_groups_that_do_not_divide_over_nodes_are_ignored():
-    args = {"num_ranks": 6, "num_nodes": 3, "num_groups": 4}
-    assert rebalance_hierarchical(LOADS[0], 18, **args) == rebalance_hierarchical(LOADS[0], 18, num_ranks=6)
-
-
-def test_policy_parts():
-    assert balanced_packing([5, 1, 4, 2], 2) == [[0, 1], [2, 3]]
-    assert balanced_packing([1, 9], 2) == [[0], [1]]
-    assert replicate_experts([9, 1, 4], 5) == ([0, 1, 2, 0, 0], [3, 1, 1])
-    with pytest.raises(ConfigError, match="2 replicas are fewer than the 3 experts"):
-        replicate_experts([1, 1, 1], 2)
-    with pytest.raises(ConfigError, match="17 replicas do not divide by 8"):
-        rebalance_hierarchical(LOADS[0], 17, num_ranks=8)

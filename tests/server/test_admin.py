@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from epserve.cli.commands import app
 from epserve.config import ServerConfig
 from epserve.errors import ConfigError, NotReady
-from epserve.pool.changes import Rebalance, Resize
+from epserve.pool.changes import LayerMoves, Rebalance, Resize
 from epserve.protocol import admin_pb2 as pb
 from epserve.protocol import admin_pb2_grpc as pb_grpc
 from epserve.server.admin import AdminServicer
@@ -19,8 +19,14 @@ from tests.support.fake_engine import FakeEngine
 
 
 class Movable(FakeEngine):
-    async def rebalance(self):
-        return Rebalance(layers=(1, 2), skipped=(7,), moved=9, before=1.75, after=1.0625, seconds=0.5)
+    async def rebalance(self, explain=False):
+        moves = (
+            LayerMoves(layer=1, moved=4, nbytes=4 << 20, before=1.75, after=1.0625),
+            LayerMoves(layer=2, moved=5, nbytes=5 << 20, before=1.5, after=1.0),
+            LayerMoves(layer=3, moved=0, nbytes=0, before=1.01, after=1.01, reason="less than 2% is not worth a move"),
+        )
+        skipped = () if explain else (7,)
+        return Rebalance(layers=(1, 2), skipped=skipped, moved=9, before=1.75, after=1.0625, seconds=0.5, moves=moves)
 
     async def scale(self, ranks):
         if ranks == 5:
@@ -32,8 +38,13 @@ class Movable(FakeEngine):
         return Resize(before=4, after=ranks, seconds=2.0, paused_s=0.25)
 
 
-async def serving(config, test):
-    server = Server(Movable(), config)
+class Even(FakeEngine):
+    async def rebalance(self, explain=False):
+        return Rebalance(layers=(), skipped=(), moved=0, before=1.43, after=1.43, seconds=0.1)
+
+
+async def serving(config, test, engine=Movable):
+    server = Server(engine(), config)
     await server.start()
     try:
         return await test(f"127.0.0.1:{server.port}")
@@ -52,10 +63,21 @@ async def test_rebalance_and_scale_say_what_they_did():
     config = ServerConfig(port=0)
     done = await serving(config, command("rebalance"))
     assert done.exit_code == 0
-    assert "9 slots moved in 2 layers in 0.5 s; the busiest rank had 1.75 of the mean, now 1.06" in done.output
+    text = "9 slots moved in 2 layers in 0.5 s; the busiest rank of these layers had 1.75 of the mean and has 1.06"
+    assert text in done.output
     assert "no memory for layers 7" in done.output
     done = await serving(config, command("scale", "6"))
     assert done.output == "4 -> 6 ranks in 2.0 s; requests waited 0.25 s\n"
+
+
+async def test_rebalance_explains_what_would_move_and_says_when_nothing_does():
+    done = await serving(ServerConfig(port=0), command("rebalance", "--explain"))
+    assert done.exit_code == 0, done.output
+    assert "layer 1: 4 slots, 4.0 MiB: 1.75 -> 1.06\n" in done.output
+    assert "layer 3: nothing moves: less than 2% is not worth a move\n" in done.output
+    assert "9 slots would move in 2 layers, 9.0 MiB; the busiest rank of these layers has 1.75" in done.output
+    even = await serving(ServerConfig(port=0), command("rebalance"), Even)
+    assert even.output == "no expert moved: the busiest rank has 1.43 of the mean\n"
 
 
 @pytest.mark.parametrize(

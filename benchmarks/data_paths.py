@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import reports
 from epserve.client import Client
+from epserve.engine.planning import Answer
 from epserve.link.shm import Arena
 from epserve.protocol import wire
 from tests.support.fake_engine import FakeEngine, serving
@@ -48,8 +49,8 @@ class Engine(FakeEngine):
         block = self._arena.buffer(nbytes)
         return wire.plain_buffer(nbytes) if block is None else block
 
-    async def forward(self, batch):
-        return batch.hidden  # and nothing is kept, as the fake one does
+    async def answer(self, batch):
+        return Answer(out_MK=batch.hidden)  # and nothing is kept, as the fake one does
 
 
 def serve(path: str, connection) -> None:

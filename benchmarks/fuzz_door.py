@@ -36,6 +36,8 @@ from hypothesis import strategies as st
 
 from benchmarks import reports
 from epserve.config import ServerConfig
+from epserve.engine.face import EngineFace
+from epserve.engine.planning import Answer, Batch
 from epserve.errors import ConfigError, NotReady
 from epserve.protocol import admin_pb2 as admin
 from epserve.protocol import epserve_pb2 as pb
@@ -69,7 +71,7 @@ WHOLE = {
 """Integer types: bits, and whether there is no sign."""
 
 
-class Echo:
+class Echo(EngineFace):
     """Is an engine that answers with its input and refuses changes."""
 
     def __init__(self) -> None:
@@ -78,15 +80,18 @@ class Echo:
             dtype=torch.float32, layers=LAYERS, activation=SimpleNamespace(kind="silu"), bias=False,
             gate=SimpleNamespace(scoring="softmax"), shared_intermediate=0, fingerprint="f", quant=SimpleNamespace(scheme="none"),
         )  # fmt: skip
-        self.layers = LAYERS
 
-    async def forward(self, batch: Any) -> torch.Tensor:
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return LAYERS
+
+    async def answer(self, batch: Batch) -> Answer:
         assert batch.hidden.shape[1] == HIDDEN
         assert torch.isfinite(batch.hidden).all()
         assert batch.ids is None or (int(batch.ids.min()) >= -1 and int(batch.ids.max()) < EXPERTS)
-        return batch.hidden
+        return Answer(out_MK=batch.hidden)
 
-    async def rebalance(self) -> Any:
+    async def rebalance(self, explain: bool = False) -> Any:
         raise NotReady("nothing to balance")
 
     async def scale(self, ranks: int) -> Any:

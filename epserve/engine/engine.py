@@ -1,21 +1,20 @@
-"""The engine: what the front end talks to. Ranks, their supervision and the step scheduler behind three methods."""
+"""The engine of the process that has the ranks: the pool and the step scheduler behind one face."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from epserve.config import Config
-from epserve.errors import EpserveError, InvalidRequest, NotReady, TooLarge, UnknownLayer
+from epserve.errors import InvalidRequest, NotReady, TooLarge, UnknownLayer
 from epserve.models import ModelInfo, UnchangedCheckpoint
 from epserve.modular_kernel import check_routing
-from epserve.modular_kernel.measured.selection import Choice
 from epserve.pool.changes import Rebalance, Resize
 from epserve.pool.device_regions import DeviceRegions
 from epserve.pool.pool import Pool
@@ -23,71 +22,18 @@ from epserve.pool.ray_cluster import Cluster
 from epserve.rank.expert_load import by_layer
 from epserve.rank.setup import plan as rank_plan
 
-from .planning import Batch
-from .records import StepRecord
+from .face import EngineFace
+from .planning import Answer, Batch
+from .records import UP, EngineStatus, RankStatus, State, StepRecord
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "serving", "recovering", "resizing", "draining", "stopped"]
-UP: tuple[State, ...] = ("serving", "recovering", "resizing")
-"""Requests are accepted; in the last two they wait in the queue for the ranks."""
 
+class Engine(EngineFace):
+    """Make it, `await start()`, call `forward` or `answer` from any task of that loop, `await close()`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
-    """One rank. `experts`: logical ids in slot order, of the first served layer; `layer_experts`: of the layers that differ.
-    `alive`: its process answers on the data path."""
-
-    rank: int
-    node: str
-    pid: int
-    device: str
-    gpu_uuid: str
-    experts: tuple[int, ...]
-    tokens_done: int
-    weights_bytes: int
-    alive: bool
-    phase: str
-    late_compiles: int = 0
-    experts_choices: tuple[Choice, ...] = ()
-    """Which experts backend computes batches of how many rows; empty: there is one for all."""
-    layer_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatus:
-    """`generation`: of the process group, one more after each recovery. `backends`: which, and why not others.
-
-    expert_tokens: layer -> tokens of each logical expert; seconds old. slots: layer -> logical expert of each slot, in
-    the order of ranks; all layers have as many slots on a rank.
-    """
-
-    state: State
-    generation: int
-    steps: int
-    ranks: tuple[RankStatus, ...]
-    queue_tokens: int
-    backends: str
-    recoveries: int
-    replayed_requests: int
-    expert_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    missing_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Layer -> experts that are on no rank while the others go on without (engine.when_experts_missing)."""
-    spares: int = 0
-    """Processes that are ready to take over from a rank."""
-    rebalances: int = 0
-    rebalances_skipped: int = 0
-    """Layers that stayed as they were for want of memory."""
-    front_ends: int = 0
-    """That have joined and bring their clients' requests."""
-
-
-class Engine:
-    """Make it, `await start()`, call `forward` from any task of that loop, `await close()`.
-
-    The constructor checks the configuration against the checkpoint and the backends; it starts nothing.
+    The constructor checks the configuration against the checkpoint and the backends. It starts nothing.
     """
 
     def __init__(self, config: Config):
@@ -106,7 +52,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._last_status: tuple[RankStatus, ...] = ()
         self.count_front_ends: Callable[[], int] = lambda: 0
-        """How many others have joined; of the port that they join at."""
+        """Returns the number of front ends that have joined. The port that they join at sets it."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -114,7 +60,7 @@ class Engine:
         return self.plan.layers
 
     async def start(self) -> None:
-        """Returns when every rank has loaded and run a step. Raises an EpserveError; everything is then stopped again."""
+        """Returns when every rank has loaded and run a step. Raises an EpserveError when everything is stopped again."""
         self._set_state("starting")
         for group in self.plan.groups:
             log.info(group.describe())
@@ -148,13 +94,13 @@ class Engine:
         try:
             self._cluster = await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: what it starts must be stopped. The signal may have taken Ray's processes first.
+            # A thread cannot be cancelled, so its Ray must be stopped. The signal may have ended Ray's processes first.
             with contextlib.suppress(Exception):
                 self._cluster = await connecting
             raise
 
     async def close(self, drain_s: float = 0) -> None:
-        """Refuse new requests, finish accepted ones for up to `drain_s`, stop the ranks. Safe at any time, and twice."""
+        """Refuses new requests, finishes accepted ones for up to `drain_s` seconds, and stops the ranks. Safe at any time."""
         if self._state == "stopped":
             return
         if self._scheduler is not None:
@@ -170,31 +116,31 @@ class Engine:
         self._scheduler = self._pool = self._cluster = None
         self._set_state("stopped")
 
-    async def forward(self, batch: Batch) -> torch.Tensor:
-        """One layer on one batch: `(M, K)` in the model's dtype, or a backward batch's gradients. Raises only EpserveErrors."""
+    async def answer(self, batch: Batch) -> Answer:
+        """Runs one layer on one batch, forward or backward. Raises only EpserveErrors."""
         scheduler = self._scheduler
         if scheduler is None or self._state not in UP:
             raise NotReady(f"the service is {self._state}")
         checked = self._check(batch)
         if not checked.num_tokens:
-            return checked.hidden.new_empty((0, checked.columns))
+            return Answer(out_MK=checked.hidden.new_empty((0, checked.columns)))
         return await scheduler.submit(checked)
 
     def buffer(self, nbytes: int) -> Any:
-        """A writable buffer for a request's bytes: the ranks of this host read a tensor over it where it is."""
+        """Returns a writable buffer for a request's bytes. The ranks of this host read a tensor over it in place."""
         return self._pool.buffer(nbytes) if self._pool is not None else bytearray(nbytes)
 
     @property
     def device_regions(self) -> DeviceRegions | None:
-        """Memory of clients on the GPUs of this host's ranks; None while the engine is not there."""
+        """Opens memory of clients on the GPUs of this host's ranks. None until the engine has started."""
         return self._pool.regions if self._pool is not None else None
 
     async def rebalance(self, explain: bool = False) -> Rebalance:
-        """Move experts to where they balance the load that was counted, while serving. Raises NotReady, RankFailed."""
+        """Moves experts to balance the counted load, while serving. Raises NotReady, RankFailed."""
         return await self._serving_pool().changes.rebalance(explain=explain)
 
     async def scale(self, ranks: int) -> Resize:
-        """Go on with another number of ranks; requests wait in the queue for a moment. Raises NotReady, ConfigError."""
+        """Goes on with another number of ranks. Requests wait in the queue for a moment. Raises NotReady, ConfigError."""
         return await self._serving_pool().changes.scale(ranks)
 
     def _serving_pool(self) -> Pool:
@@ -206,11 +152,11 @@ class Engine:
         return self._state
 
     def on_state_change(self, callback: Callable[[State], None]) -> None:
-        """`callback(state)` runs in the loop after each change."""
+        """Calls `callback(state)` in the loop after each change."""
         self._callbacks.append(callback)
 
     def on_step(self, callback: Callable[[StepRecord], None]) -> None:
-        """`callback(record)` runs in the loop after each finished step; it must be quick."""
+        """Calls `callback(record)` in the loop after each finished step. It must be quick."""
         self._step_callbacks.append(callback)
 
     def status(self) -> EngineStatus:
@@ -273,12 +219,10 @@ class Engine:
         )
 
     def _step_done(self, record: StepRecord) -> None:
-        assert self._pool is not None
-        record = replace(record, phases=self._pool.steps.take_phases(record.step))
         for callback in self._step_callbacks:
             try:
                 callback(record)
-            except Exception:  # whoever watches must not fail a step
+            except Exception:  # a listener's defect must not fail a step
                 log.exception("a step listener failed")
 
     def _set_state(self, state: State) -> None:
@@ -293,7 +237,7 @@ class Engine:
                 log.exception("a state listener failed")
 
     def _check(self, batch: Batch) -> Batch:
-        """The engine's own door: nothing that would fail on the ranks passes it."""
+        """Checks a batch at the engine's own door, so that no batch fails on the ranks. Returns it with its routing checked."""
         shape, hidden = self.plan.spec.shape, batch.hidden
         if batch.layer not in self.plan.layers:
             served = ", ".join(map(str, self.plan.layers))
@@ -318,13 +262,10 @@ class Engine:
         ids, weights = batch.ids, batch.weights
         if ids is None or weights is None:
             return batch
-        if not batch.routing_checked:  # by whoever made it: values are looked at once
+        if not batch.routing_checked:  # otherwise the door has looked at the values
             routing = check_routing(ids, weights, num_tokens=batch.num_tokens, num_experts=self.info.num_experts)
             batch = replace(batch, ids=routing.ids_Mt, weights=routing.weights_Mt, routing_checked=True)
         if ids.shape[1] > shape.top_k:
             text = f"topk_ids: {ids.shape[1]} experts a token, the model's top-k is {shape.top_k}"
             raise TooLarge(text, field="topk_ids")
         return batch
-
-
-__all__ = ["Batch", "Engine", "EngineStatus", "EpserveError", "RankStatus", "State"]

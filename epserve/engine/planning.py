@@ -1,4 +1,4 @@
-"""How queued requests become a step: pure functions and the values they pass. No asyncio, no Ray.
+"""The way of queued requests into a step: pure functions and the values that they pass. No asyncio, no Ray.
 
 Legend: M tokens, K hidden size, t = top-k.
 """
@@ -25,8 +25,11 @@ BACKWARD_COST = 2
 
 
 class Priority(IntEnum):
-    """The larger, the sooner. The numbers are weights: where the queue is full, a client's HIGH tokens get eight times the
-    share of its NORMAL ones. No class ever waits for another one to be empty, so none starves."""
+    """Priority of a request. Larger ones come sooner.
+
+    The numbers are weights: in a full queue, HIGH tokens of a client get eight times the share of its NORMAL ones. No class waits
+    until another one is empty, so none starves.
+    """
 
     LOW = 1
     NORMAL = 8
@@ -35,11 +38,24 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One request. `hidden` `(M, K)` on the CPU in the model's dtype; with a `source` it has no values (device meta).
+    """One request.
 
-    ids `(M, t)` int32 logical and weights `(M, t)` float32: both, or neither (then the service gates and adds the shared
-    experts). gradient: of the results, `(M, K)` in the model's dtype. With it the request is a backward one, and its result is
-    gradients. deadline: in time.monotonic() seconds.
+    Attributes:
+        layer: number of the MoE layer.
+        hidden: `(M, K)` on the CPU in the model's dtype. With a `source` it has no values (device meta).
+        ids: `(M, t)` int32 logical ids, or None: the service gates and adds the shared experts.
+        weights: `(M, t)` float32. It comes with `ids`.
+        gradient: gradients of the results, `(M, K)` in the model's dtype. With it the request is a backward one, and its result
+            is gradients.
+        deadline: in seconds of time.monotonic().
+        request_id: goes into logs and traces.
+        client: name of the client whose share of the queue the request uses.
+        priority: its priority in that share.
+        trace: comes back in the records of the request's steps, unread.
+        claim: its use of the client's limits, counted where the steps are ordered. This process's door has counted it.
+        routing_checked: `check_routing` has seen ids and weights for this model. Otherwise the engine reads them.
+        source: place of the hidden states on the GPU of one rank. All rows then go to that rank, which checks their values.
+        target: place of the result on the same GPU. The answer then has no values (device meta).
     """
 
     layer: int
@@ -50,26 +66,16 @@ class Batch:
     deadline: float
     request_id: str = ""
     client: str = ""
-    """Whose share of the queue it uses."""
     priority: Priority = Priority.NORMAL
     trace: Any = None
-    """Comes back in the records of the request's steps, unread."""
     claim: Claim | None = None
-    """What it counts against its client's limits where the steps are ordered; the door has counted it in this process."""
     routing_checked: bool = False
-    """`check_routing` has seen ids and weights, as this model's. The engine reads them all itself where it has not."""
-    left_out: set[int] = field(default_factory=set, compare=False)
-    """Filled while it is served: experts that the answer had to do without (engine.when_experts_missing)."""
-    not_finite: set[int] = field(default_factory=set, compare=False)
-    """Filled while it is served, with a `target` only: rows of the result that are not finite. Others are looked at here."""
     source: RegionRows | None = None
-    """Where the hidden states lie, on the GPU of one rank: all rows then go to that rank, which checks their values."""
     target: RegionRows | None = None
-    """Where the rank puts the result: the answer then has no values (device meta). On the same GPU as `source`."""
 
     @property
     def region(self) -> int | None:
-        """A region that ties the request to the rank that has it open."""
+        """Returns the number of a region that ties the request to the rank that has it open."""
         where = self.source or self.target
         return where.region if where is not None else None
 
@@ -87,7 +93,7 @@ class Batch:
 
     @property
     def columns(self) -> int:
-        """Of the result. Behind the gradients of rows come those of routing weights (`joined_gradients`)."""
+        """Returns the columns of the result. Behind the gradients of rows come those of routing weights (`joined_gradients`)."""
         hidden = self.hidden.shape[1]
         if self.gradient is None or self.ids is None:
             return hidden
@@ -95,7 +101,7 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """What the flow's clock divides tokens by: a backward token takes about as long as two others."""
+        """Returns the weight of a token in the flow's clock. A backward token takes about as long as two others."""
         return self.priority / (BACKWARD_COST if self.backward else 1)
 
     @property
@@ -108,16 +114,41 @@ class Batch:
         return self.client, self.priority
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The outcome of one request.
+
+    Attributes:
+        out_MK: the result, `(M, K)` in the model's dtype. With a `target` it has no values (device meta). A backward request gets
+            gradients, in mode "routed" as `joined_gradients`.
+        left_out: experts that were on no rank and added nothing (engine.when_experts_missing).
+        not_finite: rows of a result in a `target` that are not finite. The door looks at other results.
+    """
+
+    out_MK: torch.Tensor
+    left_out: frozenset[int] = frozenset()
+    not_finite: frozenset[int] = frozenset()
+
+
 Key = tuple[int, str, int, bool]
 Flow = tuple[str, Priority]
-"""A client's requests of one priority: what gets a fair share."""
+"""A client's requests of one priority. Flows have fair shares of the queue."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
-    """A request in the queue. Rows before `taken` are in steps already; `done` counts finished rows.
+    """A request in the queue.
 
-    start: in the queue's virtual time, when its first token would be served if every flow had its share.
+    Attributes:
+        batch: the request.
+        future: gets its Answer.
+        taken: rows before this one are in steps already.
+        done: number of finished rows.
+        attempts: number of steps that failed with it.
+        out_MK: the result as far as it is there.
+        left_out, not_finite: as in Answer, so far.
+        start: time of its first token in the queue's virtual time, if every flow had its share.
+        queued: time when it was accepted.
     """
 
     batch: Batch
@@ -126,6 +157,8 @@ class Item:
     done: int = 0
     attempts: int = 0
     out_MK: torch.Tensor | None = None
+    left_out: set[int] = field(default_factory=set)
+    not_finite: set[int] = field(default_factory=set)
     start: float = 0.0
     queued: float = field(default_factory=time.monotonic)
 
@@ -133,43 +166,49 @@ class Item:
     def waiting(self) -> int:
         return self.batch.num_tokens - self.taken
 
+    def start_anew(self) -> None:
+        """Forgets the rows of finished steps, since another step of the request has failed."""
+        self.taken = self.done = 0
+        self.out_MK = None
+        self.left_out.clear()
+        self.not_finite.clear()
+
+    def answer(self) -> Answer:
+        assert self.out_MK is not None
+        left_out, not_finite = frozenset(self.left_out), frozenset(self.not_finite)
+        return Answer(out_MK=self.out_MK, left_out=left_out, not_finite=not_finite)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows start .. stop-1 of a request, in one of its attempts."""
+    """Rows start .. stop-1 of a request, in one of its attempts.
+
+    `part` is the number of the piece in its step. The pieces of a rank's share have the numbers of the pieces that they are cut
+    from.
+    """
 
     item: Item
     start: int
     stop: int
     attempt: int = 0
+    part: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedStep:
-    """Pieces of requests with one key, in the order of the queue."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
-
-    @property
-    def key(self) -> Key:
-        return self.pieces[0].item.batch.key
+Step = tuple[Piece, ...]
+"""Pieces of requests with one key, in the order of the queue."""
 
 
 class StepQueue:
-    """Requests in the order of their turn: fair queueing by tokens over flows, all layers together.
+    """Keeps requests in the order of their turn: fair queueing by tokens over flows, all layers together.
 
-    Each flow has a virtual clock that its tokens move on, by their number over its weight; the request whose *last* token is
-    due first is next (self-clocked fair queueing, which does what deficit round robin does without its rounds). A client
-    with ten thousand tokens in the queue therefore delays one with sixteen by those sixteen and the step that runs.
-    What has the same key may join the step of the next one, in the same order.
+    Each flow has a virtual clock. Tokens move it on by their number over the flow's weight. The request whose *last* token is due
+    first is next (self-clocked fair queueing, which has the effect of deficit round robin without its rounds). A client with ten
+    thousand tokens in the queue therefore delays one with sixteen by those sixteen and the step that runs. Requests with the
+    same key may join the step of the next request, in the same order.
     """
 
     def __init__(self) -> None:
@@ -189,7 +228,7 @@ class StepQueue:
             yield from (item for _, _, item in lane)
 
     def next_joins(self) -> tuple[int, int]:
-        """Requests and tokens that the next step could have, were its size not limited."""
+        """Returns the numbers of requests and tokens of the next step, if its size were not limited."""
         if self._again:
             return 1, self._again[0].waiting
         lane = self._next_lane() or ()
@@ -203,7 +242,7 @@ class StepQueue:
         self._size += 1
 
     def put_back(self, items: Iterable[Item]) -> None:
-        """To the front, in their order: they have waited longest."""
+        """Puts requests to the front in their order, since they have waited longest."""
         again = list(items)
         moved = {id(item) for item in again}
         self._keep(lambda item: id(item) not in moved)  # the rest of a long one still lay here
@@ -211,14 +250,15 @@ class StepQueue:
         self._size += len(again)
 
     def drop_finished(self) -> None:
-        """Forget requests whose callers are gone: cancelled, or past their deadline."""
+        """Forgets requests whose callers are gone: cancelled, or past their deadline."""
         if any(item.future.done() for item in self):
             self._keep(lambda item: not item.future.done())
 
-    def take(self, max_tokens: int) -> JoinedStep | None:
-        """The next step, of at most `max_tokens` tokens. A longer request leaves its rest at the front.
+    def take(self, max_tokens: int) -> Step:
+        """Returns the next step, of at most `max_tokens` tokens. Empty: no request waits.
 
-        A request whose step failed before goes alone, so that one that breaks ranks takes no other one along.
+        A longer request leaves its rest at the front. A request whose step failed before goes alone, so that a request that
+        breaks ranks takes no other one along.
         """
         self.drop_finished()
         if self._again:
@@ -227,23 +267,23 @@ class StepQueue:
             if not item.waiting:
                 self._again.popleft()
                 self._size -= 1
-            return JoinedStep(pieces=(piece,))
+            return (piece,)
         lane = self._next_lane()
         if lane is None:
-            return None
+            return ()
         head, room = lane[0][2], max_tokens
         pieces: list[Piece] = []
         while lane and room > 0:
             item = lane[0][2]
-            pieces.append(_cut(item, room))
+            pieces.append(_cut(item, room, part=len(pieces)))
             room -= pieces[-1].num_tokens
             if not item.waiting:
                 heapq.heappop(lane)
                 self._size -= 1
-        # Up to where the one whose turn it was got; those that joined it were ahead of theirs.
+        # The clock goes on to the end of the request whose turn it was. The others joined ahead of their turn.
         self._now = max(self._now, head.start + head.taken / head.batch.share)
         self._forget_clocks()
-        return JoinedStep(pieces=tuple(pieces))
+        return tuple(pieces)
 
     def _next_lane(self) -> list[tuple[float, int, Item]] | None:
         lanes = [lane for lane in self._lanes.values() if lane]
@@ -259,7 +299,7 @@ class StepQueue:
         self._size = len(self._again) + sum(map(len, self._lanes.values()))
 
     def _forget_clocks(self) -> None:
-        """Of flows that are back at the present: there are as many as there have been connections."""
+        """Forgets flows that are back at the present. There are as many as there have been connections."""
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane}
         if not self._size:
             self._clocks.clear()
@@ -268,18 +308,26 @@ class StepQueue:
             self._clocks = {flow: clock for flow, clock in self._clocks.items() if clock > self._now}
 
 
-def _cut(item: Item, room: int) -> Piece:
+def _cut(item: Item, room: int, part: int = 0) -> Piece:
     """Takes up to `room` rows."""
     start = item.taken
     item.taken += min(item.waiting, room)
-    return Piece(item=item, start=start, stop=item.taken, attempt=item.attempts)
+    return Piece(item=item, start=start, stop=item.taken, attempt=item.attempts, part=part)
 
 
 def last_in(waiting: Iterable[Item], newcomer: Batch, needed: int) -> list[Item]:
-    """Those that have to go so that `newcomer` finds `needed` tokens' place in a full queue; the last that came go first.
+    """Returns the requests that have to leave a full queue, so that `newcomer` finds room for `needed` tokens.
 
-    Of flows that would still hold more than the newcomer's own then, by tokens over weight; never what a step has begun.
-    `waiting`: of one layer, in the order of arrival. Empty when nobody holds too much: the newcomer is refused.
+    They belong to flows that then still hold more than the newcomer's own, by tokens over weight. The last that came go first.
+    A request that a step has begun stays.
+
+    Args:
+        waiting: requests of one layer, in the order of arrival.
+        newcomer: the request that has no room.
+        needed: number of tokens.
+
+    Returns:
+        Empty when no flow holds too much. The newcomer is refused then.
     """
     held: dict[Flow, float] = {}
     queues: dict[Flow, list[Item]] = {}

@@ -1,7 +1,7 @@
-"""The step scheduler: a bounded queue of requests, joined into steps, in one order to all ranks.
+"""The step scheduler: joins the requests of a bounded queue into steps, and sends them to all ranks in one order.
 
-A step is a pure function of its requests: when a rank fails, its requests go back to the front of the queue and run again
-on the rebuilt ranks, so that callers see latency rather than errors.
+A step is a pure function of its requests. When a rank fails, its requests go back to the front of the queue and run again on the
+rebuilt ranks, so that callers see latency rather than errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -28,23 +29,23 @@ from epserve.errors import (
     RankFailed,
     TooLarge,
 )
-from epserve.rank.step import StepPlan
+from epserve.rank.step import StepPlan, StepResult
 
-from .planning import Batch, Item, JoinedStep, StepQueue, last_in
+from .planning import Answer, Batch, Item, Piece, Step, StepQueue, last_in
 from .records import StepPart, StepRecord
-from .shares import device_rows, hand_out, plain, refusal, shards, spread
+from .shares import hand_out, part_rows, refusal, shards, spread
 
 log = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2  # one computes while the next one's bytes travel
-MAX_ATTEMPTS = 3  # the third time a request is in a failing step, the request is what ranks fail on
+MAX_ATTEMPTS = 3  # a request that is in a failing step for the third time is the likely cause
 MISSING = "experts are missing while a rank is replaced (engine.when_experts_missing is refuse); try again later"
 RATE_DECAY = 0.8  # of the moving averages: tokens per second behind retry_after_s, seconds behind the wait for joiners
 TIMER_S = 0.001  # epoll's timeouts are whole milliseconds, rounded up
 
 
 class Ranks(Protocol):
-    """What the scheduler needs of the pool."""
+    """The part of the pool that the scheduler uses."""
 
     serving: asyncio.Event
 
@@ -58,26 +59,35 @@ class Ranks(Protocol):
     def stuck(self) -> str: ...
 
     def rank_of(self, region: int) -> int:
-        """Which rank has a region of a GPU open. Raises InvalidRequest or NotReady where none has."""
+        """Returns the rank that has a region of a GPU open. Raises InvalidRequest or NotReady when none has."""
         ...
 
-    async def step(self, plan: StepPlan, shards) -> torch.Tensor: ...
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for the rows of several requests, if possible memory that the ranks share."""
+        ...
+
+    async def step(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult:
+        """Runs one step: plan r and shard r go to rank r. Raises RankFailed."""
+        ...
 
 
 class Scheduler:
-    """`submit` from any task of the loop; one task takes steps off the queue."""
+    """Runs requests as steps. Any task of the loop may `submit`. One task takes steps off the queue."""
 
     def __init__(
         self, config: SchedulerConfig, ranks: Ranks, *, wait_for_ranks: bool = True, serve_without: bool = False
     ):
-        """wait_for_ranks: requests wait while no rank can go on; False: they get RankFailed at once.
+        """Starts the dispatching task.
 
-        serve_without: what a step had to do without is noted in the request; False: the request gets ExpertsMissing.
+        Args:
+            config: limits of the queue and of steps.
+            ranks: run the steps.
+            wait_for_ranks: requests wait while no rank can go on. False: they get RankFailed at once.
+            serve_without: answers name the experts that they had to do without. False: such requests get ExpertsMissing.
         """
         self._config, self._ranks, self._wait, self._serve_without = config, ranks, wait_for_ranks, serve_without
-        self._empty = getattr(ranks, "empty", plain)  # ranks may have memory that they share with this process
         self._queue = StepQueue()
-        self._open: dict[Item, None] = {}  # accepted, and not answered yet; in the order of arrival
+        self._open: dict[Item, None] = {}  # accepted requests that have no answer yet, in the order of arrival
         self._queued: Counter[int] = Counter()  # tokens of those, per layer
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task] = set()
@@ -85,7 +95,7 @@ class Scheduler:
         self._tokens_per_s = self._step_s = 0.0
         self._next_step = 0
         self.on_step: Callable[[StepRecord], None] = lambda record: None
-        """Called after each step that went well."""
+        """Is called after each step that went well."""
         self.steps_done = 0
         self.replays = 0
         self.pushed_out = 0  # requests that left a full queue for another client's
@@ -93,11 +103,11 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Accepted and not answered yet."""
+        """Returns the tokens of accepted requests that have no answer yet."""
         return sum(self._queued.values())
 
-    async def submit(self, batch: Batch) -> torch.Tensor:
-        """The result `(M, K)`. Raises Overloaded, TooLarge, DeadlineExceeded, RankFailed, NotReady."""
+    async def submit(self, batch: Batch) -> Answer:
+        """Runs one request. Raises Overloaded, TooLarge, DeadlineExceeded, RankFailed, NotReady."""
         self._admit(batch)
         item = Item(batch=batch, future=asyncio.get_running_loop().create_future())
         self._queued[batch.layer] += batch.num_tokens
@@ -105,9 +115,7 @@ class Scheduler:
         self._queue.add(item)
         self._wake.set()
         try:
-            async with asyncio.timeout_at(
-                batch.deadline
-            ):  # the loop's clock; wait_for would take a round of the loop more
+            async with asyncio.timeout_at(batch.deadline):  # wait_for would take one more round of the loop
                 return await item.future
         except TimeoutError:
             raise self._too_late(item) from None
@@ -120,16 +128,14 @@ class Scheduler:
             self._queued[item.batch.layer] -= item.batch.num_tokens
 
     def refuse_waiting(self) -> None:
-        """Experts are missing: unless requests shall wait for them, all that wait now are refused; where nobody brings them, in
-        any case.
-        """
+        """Refuses all waiting requests while experts are missing, unless requests shall wait or the recovery is stuck."""
         if stuck := self._ranks.stuck:
             self._fail(self._open, NotReady(stuck))
         elif not self._wait:
             self._fail(self._open, RankFailed(MISSING))
 
     async def drain(self, timeout: float) -> bool:
-        """Wait until every accepted request is answered; whether that came to be within `timeout`."""
+        """Waits until every accepted request is answered. Returns False when some are not after `timeout` seconds."""
         end = time.monotonic() + timeout
         while len(self._queue) or self._running:
             self._queue.drop_finished()
@@ -139,7 +145,7 @@ class Scheduler:
         return True
 
     async def close(self) -> None:
-        """Whoever still waits gets NotReady."""
+        """Ends all tasks. Requests without an answer get NotReady."""
         for task in (self._loop_task, *self._running):
             task.cancel()
         await asyncio.gather(self._loop_task, *self._running, return_exceptions=True)
@@ -161,7 +167,7 @@ class Scheduler:
             self._make_room(batch, queued + batch.num_tokens - limit)
 
     def _make_room(self, batch: Batch, needed: int) -> None:
-        """In a full queue, at the cost of whoever holds most of it. Raises Overloaded where nobody holds more than `batch`."""
+        """Pushes requests of the largest flows out of a full queue. Raises Overloaded if no flow holds more than the batch's."""
         queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
         delay = min(max(queued / self._tokens_per_s, 0.05), 5.0) if self._tokens_per_s else 0.5
         full = f"the limit of {limit} (scheduler.max_queued_tokens); try again in {delay:.2f} s"
@@ -197,20 +203,20 @@ class Scheduler:
             if not self._running:
                 await self._wait_for_joiners()
             step = self._queue.take(self._config.max_step_tokens)
-            if step is None:
+            if not step:
                 continue
-            self._joined_last = len(step.pieces)
+            self._joined_last = len(step)
             task = asyncio.ensure_future(self._execute(step))
             self._running.add(task)
             task.add_done_callback(self._ended)
-            del step, task  # what stays in this frame while it waits would keep the tensors of the last step
+            del step, task  # otherwise this frame would keep the tensors of the last step while it waits
             await asyncio.sleep(0)  # the task submits to the ranks before the next step is made
 
     async def _wait_for_joiners(self) -> None:
-        """Idle ranks and several clients at work: a short wait joins the next requests of all of them.
+        """Waits a moment while the ranks are idle, so that the next requests of several clients join one step.
 
-        Until as many are there as shared the last step (a lone client never waits, since nobody would come) or the step is
-        full; at most `join_wait_ms`, and at most `join_wait_share` of what steps take.
+        The wait ends when as many requests are there as shared the last step, so that a lone client never waits, or when the step
+        is full. It takes at most `join_wait_ms`, and at most `join_wait_share` of the time of a step.
         """
         config = self._config
         end = time.monotonic() + min(config.join_wait_ms / 1000, config.join_wait_share * self._step_s)
@@ -220,7 +226,7 @@ class Scheduler:
                 return
             self._wake.clear()
             if left <= TIMER_S:
-                await asyncio.sleep(0)  # a timer would come late; the ranks are idle, and so is the processor
+                await asyncio.sleep(0)  # a timer would come late, and the idle ranks leave the processor free
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), left - TIMER_S)
@@ -229,96 +235,96 @@ class Scheduler:
         self._running.discard(task)
         self._wake.set()
 
-    async def _execute(self, step: JoinedStep) -> None:
-        tied, pins = self._tied(step)
-        if tied is None:
+    async def _execute(self, step: Step) -> None:
+        step, pins = self._tied(step)
+        if not step:
             return
-        step = tied
-        layer, mode, _, backward = step.key
+        batch = step[0].item.batch
         shares = spread(step, self._ranks.num_ranks, pins)
-        on_devices = tuple(device_rows(step, mine) for mine in shares) if pins else ()
-        plan = StepPlan(
-            step=self._next_step,
-            layer=layer,
-            mode=mode,
-            tokens_per_rank=tuple(sum(share.num_tokens for share in mine) for mine in shares),
-            backward=backward,
-            columns=step.pieces[0].item.batch.columns,
-            parts=tuple(piece.num_tokens for piece in step.pieces),
-            shares=tuple(tuple((share.part, share.num_tokens) for share in mine) for mine in shares),
-            device_rows=on_devices,
-        )
-        self._next_step += 1
+        counts = tuple(sum(piece.num_tokens for piece in mine) for mine in shares)
+        number, self._next_step = self._next_step, self._next_step + 1
+        plans = [
+            StepPlan(
+                step=number,
+                layer=batch.layer,
+                mode=batch.mode,
+                tokens_per_rank=counts,
+                backward=batch.backward,
+                columns=batch.columns,
+                parts=part_rows(mine),
+            )
+            for mine in shares
+        ]
         start = time.monotonic()
         try:
-            out_MK = await self._ranks.step(plan, shards(step, shares, self._empty))
+            result = await self._ranks.step(plans, shards(step, shares, self._ranks.empty))
         except RankFailed as error:
             self._replay(step, error)
             return
         except Exception as error:
-            log.exception("step %d", plan.step)
-            self._fail([piece.item for piece in step.pieces], InternalError(f"step {plan.step}: {error}"))
+            log.exception("step %d", number)
+            self._fail([piece.item for piece in step], InternalError(f"step {number}: {error}"))
             return
         self.steps_done += 1
         seconds = max(time.monotonic() - start, 1e-6)
-        self._tokens_per_s = _average(self._tokens_per_s, step.num_tokens / seconds)
+        self._tokens_per_s = _average(self._tokens_per_s, sum(counts) / seconds)
         self._step_s = _average(self._step_s, seconds)
-        self._note_missing(step, plan)
-        for part, rows in plan.not_finite.items():
-            piece = step.pieces[part]
-            piece.item.batch.not_finite.update(piece.start + row for row in rows)
-        for part, why in plan.refused.items():
-            self._fail([step.pieces[part].item], refusal(step.pieces[part], why))
-        for item in hand_out(step, out_MK, shares):
+        self._note(step, result)
+        for item in hand_out(step, result.out_MK, shares):
             if not item.future.done():
-                item.future.set_result(item.out_MK)
-        self.on_step(_record(plan, step, start))
+                item.future.set_result(item.answer())
+        self.on_step(_record(plans[0], step, start, result))
 
-    def _tied(self, step: JoinedStep) -> tuple[JoinedStep | None, list[int | None]]:
-        """The step without requests whose regions no rank has open, which get told; and the ranks that the others are tied to.
+    def _tied(self, step: Step) -> tuple[Step, list[int | None]]:
+        """Returns the step without requests whose regions no rank has open, and the ranks that its pieces are tied to.
 
-        None: nothing is left. No ranks: nothing is tied to one.
+        The other requests fail. No ranks: no piece is tied.
         """
-        if all(piece.item.batch.region is None for piece in step.pieces) or not self._ranks.serving.is_set():
+        if all(piece.item.batch.region is None for piece in step) or not self._ranks.serving.is_set():
             return step, []
-        pieces, pins = [], []
-        for piece in step.pieces:
+        pieces: list[Piece] = []
+        pins: list[int | None] = []
+        for piece in step:
             region = piece.item.batch.region
             try:
                 pins.append(self._ranks.rank_of(region) if region is not None else None)
-                pieces.append(piece)
+                pieces.append(replace(piece, part=len(pieces)))
             except (InvalidRequest, NotReady) as error:
                 self._fail([piece.item], error)
-        return (JoinedStep(pieces=tuple(pieces)) if pieces else None), pins
+        return tuple(pieces), pins
 
-    def _note_missing(self, step: JoinedStep, plan: StepPlan) -> None:
-        """NOTE: a request that is refused here may have rows in the queue still: those go with it (`drop_finished`)."""
-        for part, experts in plan.left_out.items():
-            item = step.pieces[part].item
+    def _note(self, step: Step, result: StepResult) -> None:
+        """Takes a result's findings over into the requests.
+
+        NOTE: a request that is refused here may still have rows in the queue. They go with it (`drop_finished`).
+        """
+        for part, experts in result.left_out.items():
+            item = step[part].item
             if self._serve_without:
-                item.batch.left_out.update(experts)
+                item.left_out.update(experts)
             else:
-                self._fail([item], ExpertsMissing.of(plan.layer, experts))
+                self._fail([item], ExpertsMissing.of(item.batch.layer, experts))
+        for part, rows in result.not_finite.items():
+            step[part].item.not_finite.update(step[part].start + row for row in rows)
+        for part, why in result.refused.items():
+            self._fail([step[part].item], refusal(step[part], why))
 
-    def _replay(self, step: JoinedStep, error: RankFailed) -> None:
-        """All rows of the requests again: what other steps had of them counts no more."""
+    def _replay(self, step: Step, error: RankFailed) -> None:
+        """Puts the requests back. All their rows run again, also those of other steps."""
         again = []
-        for item in dict.fromkeys(piece.item for piece in step.pieces):
+        for item in dict.fromkeys(piece.item for piece in step):
             if item.future.done():
                 continue
             item.attempts += 1
             if item.attempts >= MAX_ATTEMPTS:
                 self._fail([item], RankFailed(f"the ranks failed {item.attempts} times on this request: {error}"))
                 continue
-            item.taken = item.done = 0
-            item.out_MK = None
-            item.batch.left_out.clear()
-            item.batch.not_finite.clear()
+            item.start_anew()
             again.append(item)
         self.replays += len(again)
         self._queue.put_back(again)
 
-    def _fail(self, items, error: EpserveError) -> None:
+    def _fail(self, items: Iterable[Item], error: EpserveError) -> None:
         for item in items:
             if not item.future.done():
                 item.future.set_exception(error)
@@ -328,8 +334,8 @@ def _average(before: float, now: float) -> float:
     return RATE_DECAY * before + (1 - RATE_DECAY) * now if before else now
 
 
-def _record(plan: StepPlan, step: JoinedStep, start: float) -> StepRecord:
-    batches = ((piece, piece.item.batch) for piece in step.pieces)
+def _record(plan: StepPlan, step: Step, start: float, result: StepResult) -> StepRecord:
+    batches = ((piece, piece.item.batch) for piece in step)
     parts = (
         StepPart(request_id=batch.request_id, tokens=piece.num_tokens, queued=piece.item.queued, trace=batch.trace)
         for piece, batch in batches
@@ -342,4 +348,5 @@ def _record(plan: StepPlan, step: JoinedStep, start: float) -> StepRecord:
         started=start,
         ended=time.monotonic(),
         parts=tuple(parts),
+        phases=result.phases,
     )

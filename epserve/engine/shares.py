@@ -1,4 +1,4 @@
-"""Who computes which rows of a step, and how they get there and back: pure functions. No asyncio, no Ray.
+"""The split of a step over the ranks, and the way of rows to the ranks and back: pure functions. No asyncio, no Ray.
 
 Legend: M tokens, K hidden size, t = top-k.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from epserve.errors import InvalidRequest
-from epserve.rank.step import DeviceRows
+from epserve.rank.step import PartRows
 
-from .planning import Item, JoinedStep, Piece
+from .planning import Batch, Item, Piece, Step
 
 
 def share_parts(parts: Sequence[int], tokens_per_rank: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """For each rank the (part, rows) that make up its share, in order."""
+    """Returns the (part, rows) pairs of each rank's share, in order."""
     shares: list[list[tuple[int, int]]] = []
     part, used = 0, 0
     for room in tokens_per_rank:
@@ -39,51 +39,42 @@ def plain(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Rows start .. stop-1 of a step's part (the number of its piece), counted from the piece's first row."""
-
-    part: int
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
+Shares = tuple[tuple[Piece, ...], ...]
+"""The pieces that each rank computes, in the order of its rows."""
 
 
-Shares = tuple[tuple[Share, ...], ...]
-"""What each rank computes, in the order of its rows."""
+def spread(step: Step, num_ranks: int, pins: Sequence[int | None] = ()) -> Shares:
+    """Splits the pieces of a step over the ranks.
 
+    Args:
+        step: the pieces.
+        num_ranks: number of ranks.
+        pins: for each piece the rank that it is tied to, or None. Empty: no piece is tied.
 
-def spread(step: JoinedStep, num_ranks: int, pins: Sequence[int | None] = ()) -> Shares:
-    """Who computes what. pins: for each piece the rank that it is tied to, or None; empty: none is.
-
-    Without pins: contiguous and as even as it gets. What is tied comes first on its rank, and the rest evens the ranks out.
+    Returns:
+        Without pins, contiguous shares that are as even as possible. Tied pieces come first on their rank, and the others even
+        the ranks out.
     """
-    pins = pins or (None,) * len(step.pieces)
+    pins = pins or (None,) * len(step)
     tied = [0] * num_ranks
-    for piece, rank in zip(step.pieces, pins, strict=True):
+    for piece, rank in zip(step, pins, strict=True):
         if rank is not None:
             tied[rank] += piece.num_tokens
-    free = [part for part, rank in enumerate(pins) if rank is None]
-    rows = [step.pieces[part].num_tokens for part in free]
-    used = dict.fromkeys(free, 0)
-    shares: list[tuple[Share, ...]] = []
+    free = [piece for piece, rank in zip(step, pins, strict=True) if rank is None]
+    rows = [piece.num_tokens for piece in free]
+    first = [piece.start for piece in free]
+    shares: list[tuple[Piece, ...]] = []
     for rank, parts in enumerate(share_parts(rows, fill(sum(rows), tied))):
-        mine = [
-            Share(part=part, start=0, stop=step.pieces[part].num_tokens) for part, at in enumerate(pins) if at == rank
-        ]
+        mine = [piece for piece, at in zip(step, pins, strict=True) if at == rank]
         for index, count in parts:
-            part = free[index]
-            mine.append(Share(part=part, start=used[part], stop=used[part] + count))
-            used[part] += count
+            mine.append(replace(free[index], start=first[index], stop=first[index] + count))
+            first[index] += count
         shares.append(tuple(mine))
     return tuple(shares)
 
 
 def fill(num_tokens: int, held: Sequence[int]) -> tuple[int, ...]:
-    """How many of `num_tokens` each rank gets beside what it holds, so that all have as nearly the same as possible."""
+    """Returns each rank's part of `num_tokens`. With `held`, all ranks then have as nearly the same number as possible."""
     open_ranks = list(range(len(held)))
     while True:
         base, extra = divmod(num_tokens + sum(held[rank] for rank in open_ranks), len(open_ranks))
@@ -97,29 +88,34 @@ def fill(num_tokens: int, held: Sequence[int]) -> tuple[int, ...]:
     return tuple(rooms)
 
 
-def device_rows(step: JoinedStep, shares: Sequence[Share]) -> tuple[DeviceRows, ...]:
-    """For a rank: where the rows of each of its shares come from and go to; empty where all are the host's."""
-    if all(step.pieces[share.part].item.batch.region is None for share in shares):
-        return ()
+def part_rows(share: Sequence[Piece]) -> tuple[PartRows, ...]:
+    """Returns the rows of a rank's share by request, with their places in regions."""
     found = []
-    for share in shares:
-        piece = step.pieces[share.part]
-        batch, first = piece.item.batch, piece.start + share.start
-        source = batch.source.row(first, batch.hidden.shape[1]) if batch.source is not None else None
-        target = batch.target.row(first, batch.hidden.shape[1]) if batch.target is not None else None
-        found.append(DeviceRows(rows=share.num_tokens, source=source, target=target))
+    for piece in share:
+        batch, columns = piece.item.batch, piece.item.batch.hidden.shape[1]
+        source = batch.source.row(piece.start, columns) if batch.source is not None else None
+        target = batch.target.row(piece.start, columns) if batch.target is not None else None
+        found.append(PartRows(part=piece.part, rows=piece.num_tokens, source=source, target=target))
     return tuple(found)
 
 
 def refusal(piece: Piece, why: Mapping[str, Any]) -> InvalidRequest:
-    """What a request is told of which a rank could not take rows from, or put some into, a region of its GPU."""
+    """Returns the error of a request whose rows a rank could not read from, or write to, a region of its GPU."""
     if "row" not in why:
         return InvalidRequest(f"{why['field']}: {why['text']}", field=why["field"])
     return not_finite(piece.item.batch.hidden.dtype, piece.start + why["row"], why["column"], why["value"])
 
 
 def not_finite(dtype: torch.dtype, row: int, column: int, value: str, field: str = "hidden_states") -> InvalidRequest:
-    """dtype: the model's. value: what is there, and what it becomes."""
+    """Returns the error for a value that is not finite.
+
+    Args:
+        dtype: the model's dtype.
+        row: row of the value.
+        column: column of the value.
+        value: the value as it was sent, and as it becomes in that dtype.
+        field: the tensor of the value.
+    """
     name = str(dtype).removeprefix("torch.")
     return InvalidRequest(
         f"{field}: holds NaN or infinite values as {name}, the model's dtype; the first is in row {row}, column"
@@ -128,37 +124,42 @@ def not_finite(dtype: torch.dtype, row: int, column: int, value: str, field: str
     )
 
 
-def shards(step: JoinedStep, shares: Shares, empty: Callable[..., torch.Tensor] = plain) -> list[list[torch.Tensor]]:
-    """What each rank gets: its rows of hidden states, of gradients in a backward step, and of ids and weights in a routed one.
+def shards(step: Step, shares: Shares, empty: Callable[..., torch.Tensor] = plain) -> list[list[torch.Tensor]]:
+    """Returns the tensors of each rank: its rows of hidden states, of gradients (backward), and of ids and weights ("routed").
 
-    Hidden states in a region of the rank's GPU are not among them. empty: (shape, dtype) -> a tensor for the rows of several
-    requests. A single one's are not copied.
+    Hidden states in a region of the rank's GPU are not among them. The rows of a single request are not copied.
+
+    Args:
+        step: the pieces.
+        shares: their split over the ranks.
+        empty: (shape, dtype) -> a tensor for the rows of several requests.
     """
-    _, mode, _, backward = step.key
-    names = ("hidden", *(("gradient",) if backward else ()), *(("ids", "weights") if mode == "routed" else ()))
-    return [[_gather(step, mine, name, empty) for name in names] for mine in shares]
+    like = step[0].item.batch
+    gradient, routed = ("gradient",) if like.backward else (), ("ids", "weights") if like.mode == "routed" else ()
+    names = ("hidden", *gradient, *routed)
+    return [[_gather(like, mine, name, empty) for name in names] for mine in shares]
 
 
-def hand_out(step: JoinedStep, out_MK: torch.Tensor, shares: Shares) -> list[Item]:
-    """Give each request its rows of the step's result; returns the requests that are complete now.
+def hand_out(step: Step, out_MK: torch.Tensor, shares: Shares) -> list[Item]:
+    """Gives each request its rows of the step's result. Returns the requests that are complete now.
 
     out_MK: rows of all shares whose result comes to the host, in the order of ranks and shares.
     """
     found: dict[int, list[torch.Tensor]] = {}
     first = 0
     for share in itertools.chain.from_iterable(shares):
-        if step.pieces[share.part].item.batch.target is None:
+        if share.item.batch.target is None:
             found.setdefault(share.part, []).append(out_MK[first : first + share.num_tokens])
             first += share.num_tokens
     complete = []
-    for part, piece in enumerate(step.pieces):
+    for piece in step:
         item = piece.item
         if piece.attempt != item.attempts:
             continue  # another step of the request failed meanwhile: it starts anew
         if item.batch.target is not None:
             item.out_MK = torch.empty(item.batch.hidden.shape, dtype=item.batch.hidden.dtype, device="meta")
         else:
-            _put(piece, found.get(part, []))
+            _put(piece, found.get(piece.part, []))
         item.done += piece.num_tokens
         if item.done == item.batch.num_tokens:
             complete.append(item)
@@ -181,7 +182,7 @@ def _put(piece: Piece, chunks: Sequence[torch.Tensor]) -> None:
 
 
 def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The chunks as one tensor where they lie one behind the other, which is so unless other rows are tied to their ranks."""
+    """Returns the chunks as one tensor if they lie one behind the other, else None. Tied rows of others may lie between them."""
     first = chunks[0]
     end = first.data_ptr()
     for chunk in chunks:
@@ -191,17 +192,16 @@ def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(map(len, chunks)), first.shape[1]), first.stride())
 
 
-def _gather(step: JoinedStep, shares: Sequence[Share], name: str, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _gather(like: Batch, share: Sequence[Piece], name: str, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
     parts = []
-    for share in shares:
-        piece = step.pieces[share.part]
+    for piece in share:
         batch = piece.item.batch
         if name == "hidden" and batch.source is not None:
             continue  # on the rank's GPU already
-        parts.append(getattr(batch, name)[piece.start + share.start : piece.start + share.stop])
+        parts.append(getattr(batch, name)[piece.start : piece.stop])
     if not parts:
-        like = getattr(step.pieces[0].item.batch, name)
-        return torch.empty((0, *like.shape[1:]), dtype=like.dtype)
+        tensor = getattr(like, name)
+        return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
     if len(parts) == 1:
         return parts[0].contiguous()
     shape = (sum(map(len, parts)), *parts[0].shape[1:])

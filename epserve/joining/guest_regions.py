@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from epserve.engine.face import OpenedRegion, RegionOpener
 from epserve.engine.planning import Batch
 from epserve.errors import InvalidRequest
-from epserve.link.wire import DTYPES, NAMES
 from epserve.rank.step import RegionRows
-
-if TYPE_CHECKING:
-    from epserve.pool.device_regions import DeviceRegion, DeviceRegions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +85,9 @@ class RemoteDeviceRegions:
 class GuestRegions:
     """Of one front end, in the process with the ranks."""
 
-    def __init__(self, ranks: Callable[[], DeviceRegions | None], same_host: Callable[[], bool]):
+    def __init__(self, ranks: Callable[[], RegionOpener | None], same_host: Callable[[], bool]):
         self._ranks, self._same_host = ranks, same_host
-        self._regions: dict[int, tuple[DeviceRegions, DeviceRegion]] = {}
+        self._regions: dict[int, tuple[RegionOpener, OpenedRegion]] = {}
 
     async def open(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Raises as `DeviceRegions.open`, KeyError or ValueError for what makes no sense."""
@@ -121,11 +118,11 @@ class GuestRegions:
         """Raises InvalidRequest for a region that this front end has not opened over this connection."""
         if value is None:
             return None
-        number, offset, dtype = value
-        if number not in self._regions:
+        rows = RegionRows.from_json(value)
+        if rows.region not in self._regions:
             text = "region: the connection to the ranks was lost since it was registered; register it again"
             raise InvalidRequest(text, field="region")
-        return RegionRows(region=number, offset=int(offset), dtype=DTYPES[dtype])
+        return rows
 
 
 def as_json(batch: Batch) -> dict[str, Any]:
@@ -133,10 +130,8 @@ def as_json(batch: Batch) -> dict[str, Any]:
     if batch.region is None:
         return {}
 
-    def one(rows: RegionRows | None) -> list[Any] | None:
-        return [rows.region, rows.offset, NAMES[rows.dtype]] if rows is not None else None
-
-    return {"device": {"rows": batch.num_tokens, "source": one(batch.source), "target": one(batch.target)}}
+    source, target = (None if rows is None else rows.as_json() for rows in (batch.source, batch.target))
+    return {"device": {"rows": batch.num_tokens, "source": source, "target": target}}
 
 
 def somewhere(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:

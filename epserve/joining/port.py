@@ -9,12 +9,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from epserve.engine.budgets import Claim
+from epserve.engine.face import EngineFace
 from epserve.engine.planning import Batch, Priority
 from epserve.engine.records import StepRecord
-from epserve.errors import ConfigError, InvalidRequest, Overloaded
+from epserve.errors import ConfigError, EpserveError, InvalidRequest, Overloaded
 from epserve.link.greeting import MOST_GREETED
 from epserve.process.unix_peers import same_user
 
@@ -24,9 +25,6 @@ from .frames import JoinError, Make
 from .guest_regions import GuestRegions, somewhere
 from .link import Link, parse_address
 from .peers import Peers, UseNews
-
-if TYPE_CHECKING:
-    from epserve.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class _Ticket:
 class JoinPort:
     """`start()` when the loop runs; `close()` after the engine's drain. `front_ends`: how many are there now."""
 
-    def __init__(self, engine: Engine, address: str, secret: bytes, *, max_bytes: int, peers: Peers | None = None):
+    def __init__(self, engine: EngineFace, address: str, secret: bytes, *, max_bytes: int, peers: Peers | None = None):
         """address: host:port (0: `start` puts the one in that the system picked) or unix:@NAME.
         max_bytes: of all requests that are here at once. peers: this process's server has the same."""
         self.engine, self.address, self.secret, self._max_bytes = engine, address, secret, max_bytes
@@ -192,7 +190,7 @@ class _Guest:
         self._arriving: dict[int, Callable[[], None]] = {}  # call -> what gives its room back
         self._news: UseNews | None = None
         self._neighbour: board.LinkNeighbour | None = None
-        self._regions = GuestRegions(lambda: getattr(port.engine, "device_regions", None), self._is_here)
+        self._regions = GuestRegions(lambda: port.engine.device_regions, self._is_here)
 
     def _is_here(self) -> bool:
         return self._neighbour is not None and self._neighbour.place == self._port.peers.board.place
@@ -217,7 +215,7 @@ class _Guest:
         except Overloaded as error:
             self._fail(call, error)
             return None
-        return getattr(self._engine, "buffer", bytearray)
+        return self._engine.buffer
 
     def dropped(self, header: dict[str, Any]) -> None:
         self._arriving.pop(header["call"])()
@@ -351,15 +349,16 @@ class _Guest:
 
     async def _forward(self, call: int, batch: Batch) -> None:
         try:
-            out_MK = await self._engine.forward(batch)
+            answer = await self._engine.answer(batch)
         except Exception as error:
-            if batch.claim is not None and getattr(error, "retryable", False):  # work that was refused costs nothing
+            refused = isinstance(error, EpserveError) and error.retryable
+            if batch.claim is not None and refused:  # work that was refused costs nothing
                 self._port.peers.budgets.of(batch.client).give_back(batch.num_tokens, batch.claim.tokens_per_s)
             self._fail(call, error)
         else:
-            left_out = sorted(getattr(batch, "left_out", ()))
-            told = {"left_out": left_out, "not_finite": sorted(getattr(batch, "not_finite", ()))}
-            self.link.send({"kind": "result", "call": call, **told}, [] if out_MK.is_meta else [out_MK])
+            told = {"left_out": sorted(answer.left_out), "not_finite": sorted(answer.not_finite)}
+            values = [] if answer.out_MK.is_meta else [answer.out_MK]
+            self.link.send({"kind": "result", "call": call, **told}, values)
 
     async def _change(self, call: int, header: dict[str, Any]) -> None:
         """What somebody asked of the front end, which has checked that he may."""

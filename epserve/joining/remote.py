@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from epserve.engine.budgets import HERE
-from epserve.engine.planning import Batch
+from epserve.engine.face import EngineFace
+from epserve.engine.planning import Answer, Batch
 from epserve.engine.records import StepPart, StepRecord
 from epserve.errors import ConfigError, DeadlineExceeded, EpserveError, NotReady
 
@@ -39,12 +40,12 @@ class _Call:
     batch: Batch | None = None
 
 
-class RemoteEngine:
-    """As `runtime.engine.Engine`, for the serving package. Make it with `join`.
+class RemoteEngine(EngineFace):
+    """Passes everything to the engine of another process. Make it with `join`.
 
-    States are the other engine's, and "disconnected" while the process that orders the steps cannot be reached: requests
-    then get NotReady (UNAVAILABLE, to be sent again), and it is looked for until `close`. `ended`: a future that fails
-    when the other side serves something else now, so that this process has to start anew.
+    Its state is the other engine's, or "disconnected" while the process that orders the steps cannot be reached. Requests then
+    get NotReady (UNAVAILABLE, to be sent again), and this side tries to join again until `close`. The future `ended` fails
+    when the other side serves another model now, so that this process has to start anew.
     """
 
     def __init__(self, address: str, secret: bytes, peers: Peers | None = None):
@@ -61,7 +62,7 @@ class RemoteEngine:
         self._step_callbacks: list[Callable[[StepRecord], None]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = asyncio.Event()
-        self.device_regions = guest_regions.RemoteDeviceRegions(self._change, self._tell, self._shares_gpus)
+        self._regions = guest_regions.RemoteDeviceRegions(self._change, self._tell, self._shares_gpus)
         self._staying: asyncio.Task[None] | None = None
 
     @classmethod
@@ -86,6 +87,10 @@ class RemoteEngine:
     def layers(self) -> tuple[int, ...]:
         return self.info.layers
 
+    @property
+    def device_regions(self) -> guest_regions.RemoteDeviceRegions:
+        return self._regions
+
     def state(self) -> str:
         return self._state
 
@@ -100,8 +105,8 @@ class RemoteEngine:
         """Of steps that have requests of this front end; the record's parts are those."""
         self._step_callbacks.append(callback)
 
-    async def forward(self, batch: Batch) -> torch.Tensor:
-        """As the engine's. Raises only EpserveErrors."""
+    async def answer(self, batch: Batch) -> Answer:
+        """Runs one layer on one batch, as `Engine.answer` does. Raises only EpserveErrors."""
         if self._link is not None and self._state not in ("serving", "recovering", "resizing"):
             raise NotReady(f"the service is {self._state}")
         routed = () if batch.ids is None or batch.weights is None else (batch.ids, batch.weights)
@@ -222,7 +227,7 @@ class RemoteEngine:
         """Somebody waits for what begins to arrive."""
         return header.get("call") in self._calls
 
-    def answer(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    def answered(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         call = self._calls.pop(header["call"], None)
         if call is None or call.future.done():
             return  # given up meanwhile
@@ -231,10 +236,9 @@ class RemoteEngine:
         elif header["kind"] == "changed":
             call.future.set_result(header["value"])
         else:
-            if call.batch is not None:
-                call.batch.left_out.update(header["left_out"])
-                call.batch.not_finite.update(header["not_finite"])
-            call.future.set_result(tensors[0] if tensors else _elsewhere(call.batch))
+            out_MK = tensors[0] if tensors else _elsewhere(call.batch)
+            left_out, not_finite = frozenset(header["left_out"]), frozenset(header["not_finite"])
+            call.future.set_result(Answer(out_MK=out_MK, left_out=left_out, not_finite=not_finite))
 
     def step(self, header: dict[str, Any]) -> None:
         now, record = time.monotonic(), header["record"]
@@ -314,7 +318,7 @@ class _Receiver:
             case "step":
                 engine.step(header)
             case "result" | "failure" | "changed":
-                engine.answer(header, tensors)
+                engine.answered(header, tensors)
             case "use":
                 for name, nbytes, level in header["clients"]:
                     engine.peers.budgets.of(name).told(self, nbytes, level)

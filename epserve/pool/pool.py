@@ -25,7 +25,7 @@ from epserve.errors import ConfigError, EpserveError
 from epserve.link.shm import Arena
 from epserve.models import ModelInfo, Stamp
 from epserve.rank.setup.plan import RankPlan
-from epserve.rank.step import StepPlan
+from epserve.rank.step import StepPlan, StepResult
 
 from .changes import Changes
 from .members import call_all
@@ -147,10 +147,10 @@ class Pool(Ranks):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member.facts.pid, signal.SIGKILL)
 
-    async def step(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    async def step(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult:
         """Runs one collective step (`PoolSteps.run`). Raises RankFailed, and recovery is then under way."""
         try:
-            return await self.steps.run(plan, shards)
+            return await self.steps.run(plans, shards)
         except StepFailed as error:
             self.supervisor.judge(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 
 from epserve.errors import RankFailed
 from epserve.link.failure import Failure, RankLost, root_cause
-from epserve.rank.device_memory import as_json
-from epserve.rank.step import StepPlan
+from epserve.rank.step import StepPlan, StepResult
 
 from .members import Member, who
 from .ranks import Ranks
@@ -55,10 +54,13 @@ class PoolSteps:
         """on_failing: is called with the reason as soon as a step fails or is late. The exception follows with all reports."""
         self._ranks, self._on_failing = ranks, on_failing
         self.tokens_done: dict[int, int] = {}
-        self._phases: dict[int, tuple[dict[str, float], ...]] = {}
 
-    async def run(self, plan: StepPlan, shards: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """One collective step: shard r goes to rank r, and the result `(M, K)` has the rows of all ranks in order.
+    async def run(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult:
+        """Runs one collective step.
+
+        Args:
+            plans: one for each rank, with one number of the step. The pool adds generation and placement.
+            shards: the tensors of each rank.
 
         Raises:
             RankFailed: the ranks are being rebuilt, so the step was not sent.
@@ -67,60 +69,30 @@ class PoolSteps:
         ranks = self._ranks
         if not ranks.serving.is_set():
             raise RankFailed("the ranks are being rebuilt")
-        shape = ranks.plan.spec.shape
-        on_devices = plan.device_rows or ((),) * len(plan.tokens_per_rank)
-        # Rows of each rank whose result comes here; the others go to where their requests want them on the rank's GPU.
-        coming = [
-            sum(part.rows for part in parts if part.target is None) if parts else count
-            for parts, count in zip(on_devices, plan.tokens_per_rank, strict=True)
-        ]
-        out_MK = ranks.empty((sum(coming), plan.columns or shape.hidden), shape.dtype)
-        header = {
-            "step": plan.step,
-            "generation": ranks.generation,
-            "layer": plan.layer,
-            "mode": plan.mode,
-            "tokens_per_rank": plan.tokens_per_rank,
-            "placement": ranks.arrangement.placements[plan.layer].version,
-            **({"backward": True} if plan.backward else {}),
-        }
-        missing = ranks.arrangement.placements[plan.layer].missing
-        shares = plan.shares if missing else ()
+        shape, counts = ranks.plan.spec.shape, plans[0].tokens_per_rank
+        placement = ranks.arrangement.placements[plans[0].layer].version
+        plans = [replace(plan, generation=ranks.generation, placement=placement) for plan in plans]
+        # Other results go to where their requests want them on the rank's GPU.
+        coming = [sum(part.rows for part in plan.parts if part.target is None) for plan in plans]
+        out_MK = ranks.empty((sum(coming), plans[0].columns or shape.hidden), shape.dtype)
         futures: list[asyncio.Future[dict[str, Any]]] = []
         first = 0
         # No await between the submissions: every rank sees the steps in one order.
         members = list(ranks.members)
-        for member, shard, parts, count in zip(members, shards, on_devices, coming, strict=True):
+        for member, plan, shard, count in zip(members, plans, shards, coming, strict=True):
             assert member.link is not None
-            more: dict[str, Any] = {"device": as_json(parts)} if parts else {}
-            if shares:
-                more["parts"] = [rows for _, rows in shares[len(futures)]]
-            futures.append(member.link.submit({**header, **more}, shard, out_MK[first : first + count]))
+            futures.append(member.link.submit(plan.as_json(), shard, out_MK[first : first + count]))
             first += count
-        running = self._ranks.running[plan.step] = asyncio.get_running_loop().create_future()
+        running = ranks.running[plans[0].step] = asyncio.get_running_loop().create_future()
         try:
-            await self._finish(plan, futures, members)
+            await self._finish(plans[0], futures, members)
         finally:
-            del self._ranks.running[plan.step]
+            del ranks.running[plans[0].step]
             running.set_result(None)
-        ranks.tokens_total += sum(plan.tokens_per_rank)
-        for member, count in zip(members, plan.tokens_per_rank, strict=True):
+        ranks.tokens_total += sum(counts)
+        for member, count in zip(members, counts, strict=True):
             self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
-        self._phases[plan.step] = tuple(future.result().get("phases", {}) for future in futures)
-        for share, future in zip(shares, futures, strict=False):
-            for part, experts in future.result().get("left_out", ()):
-                plan.left_out.setdefault(share[part][0], set()).update(experts)
-        if plan.device_rows:
-            for mine, future in zip(plan.shares, futures, strict=True):
-                told = future.result()
-                plan.refused.update({mine[part][0]: why for part, why in told.get("refused", ())})
-                # What is tied to a rank has all its rows there.
-                plan.not_finite.update({mine[part][0]: rows for part, rows in told.get("not_finite", ())})
-        return out_MK
-
-    def take_phases(self, step: int) -> tuple[dict[str, float], ...]:
-        """Returns each rank's seconds by phase. Works once, after `run` has returned."""
-        return self._phases.pop(step, ())
+        return _result(out_MK, plans, [future.result() for future in futures])
 
     async def _finish(
         self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]
@@ -149,6 +121,22 @@ class PoolSteps:
         text = _describe(cause, members)
         log.warning("%s%s", text, f"\n{cause.trace}".rstrip())
         raise StepFailed(text, cause, members[cause.rank])
+
+
+def _result(out_MK: torch.Tensor, plans: Sequence[StepPlan], answers: Sequence[dict[str, Any]]) -> StepResult:
+    """Ranks number the parts of their own share. The result has the numbers of the step."""
+    left_out: dict[int, frozenset[int]] = {}
+    refused: dict[int, Mapping[str, Any]] = {}
+    not_finite: dict[int, Sequence[int]] = {}
+    for plan, told in zip(plans, answers, strict=True):
+        for own, experts in told["left_out"]:
+            part = plan.parts[own].part
+            left_out[part] = left_out.get(part, frozenset()).union(experts)
+        # A part that is tied to a rank has all its rows there.
+        refused |= {plan.parts[own].part: why for own, why in told["refused"]}
+        not_finite |= {plan.parts[own].part: rows for own, rows in told["not_finite"]}
+    phases = tuple(told["phases"] for told in answers)
+    return StepResult(out_MK=out_MK, left_out=left_out, refused=refused, not_finite=not_finite, phases=phases)
 
 
 def _describe(failure: Failure, members: Sequence[Member]) -> str:

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from epserve.link.wire import DTYPES, NAMES
 from epserve.process import cuda_memory
 
-from .step import DeviceRows, RegionRows
+from .step import PartRows, RegionRows
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ class StepRows:
     For `Worker.step` the object stands for the hidden states `(m, K)`: shape, dtype and `to`.
     """
 
-    def __init__(self, regions: RankRegions, parts: Sequence[DeviceRows], host_MK: torch.Tensor):
+    def __init__(self, regions: RankRegions, parts: Sequence[PartRows], host_MK: torch.Tensor):
         """`host_MK` holds the rows of the parts without a source."""
         self._regions, self._parts, self._host_MK = regions, parts, host_MK
         self.shape = (sum(part.rows for part in parts), host_MK.shape[1])
@@ -250,25 +249,6 @@ class StepRows:
         for part in self._parts:
             yield part, tensor_MK[first : first + part.rows]
             first += part.rows
-
-
-def as_json(parts: Sequence[DeviceRows]) -> list[Any]:
-    def one(rows: RegionRows | None) -> list[Any] | None:
-        return [rows.region, rows.offset, NAMES[rows.dtype]] if rows is not None else None
-
-    return [[part.rows, one(part.source), one(part.target)] for part in parts]
-
-
-def from_json(parts: Sequence[Any]) -> tuple[DeviceRows, ...]:
-    """Parses the output of `as_json`. Raises ValueError, TypeError or KeyError for other data."""
-
-    def one(rows: Any) -> RegionRows | None:
-        if rows is None:
-            return None
-        region, offset, dtype = rows
-        return RegionRows(region=int(region), offset=int(offset), dtype=DTYPES[dtype])
-
-    return tuple(DeviceRows(rows=int(count), source=one(source), target=one(target)) for count, source, target in parts)
 
 
 def _largest(rows_MK: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from epserve.config import Config
 from epserve.errors import InternalError
+from epserve.link.wire import DTYPES, NAMES
 from epserve.models import LayerWeights
 from epserve.modular_kernel import ExpertShape, RankContext
 
@@ -49,25 +50,48 @@ class RegionRows:
         """Returns the place of the rows from that row on."""
         return replace(self, offset=self.offset + number * columns * self.dtype.itemsize)
 
+    def as_json(self) -> list[Any]:
+        return [self.region, self.offset, NAMES[self.dtype]]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> RegionRows:
+        """Raises ValueError, TypeError or KeyError for data that `as_json` does not make."""
+        region, offset, dtype = value
+        return cls(region=int(region), offset=int(offset), dtype=DTYPES[dtype])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRows:
-    """A number of a rank's rows: the source of the rows and the target of their result. None: the step's own tensors."""
+class PartRows:
+    """A number of rows of one request, in one rank's share of a step.
+
+    `part` numbers the requests of the step. `source` and `target` are the places of the rows and of their result on the rank's
+    GPU. None: the step's own tensors.
+    """
 
     rows: int
+    part: int = 0
     source: RegionRows | None = None
     target: RegionRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step, the same on all ranks.
+    """One rank's share of a step.
 
     In mode "block" the rank gates its tokens and adds the shared experts. In mode "routed" the step brings logical ids and
-    weights, and only the routed experts run. `tokens_per_rank` is M of each rank, zero allowed.
+    weights, and only the routed experts run. A backward step also brings the gradients of the forward's results, and its result
+    has gradients in place of rows (`joined_gradients`).
 
-    A backward step brings the gradients of the forward's results too, and its result has gradients in place of rows
-    (`joined_gradients`).
+    Attributes:
+        step: number of the step.
+        layer: number of the MoE layer.
+        mode: "block" or "routed".
+        tokens_per_rank: M of each rank, zero allowed. It is the same on all ranks.
+        backward: the step is a backward one.
+        columns: columns of the result. 0: the model's hidden size. The ranks do not need it.
+        generation: the group that runs the step.
+        placement: version of the layer's placement. No step mixes two versions.
+        parts: the rank's rows by request, in their order. Empty: all rows are of one request.
     """
 
     step: int
@@ -76,21 +100,70 @@ class StepPlan:
     tokens_per_rank: tuple[int, ...]
     backward: bool = False
     columns: int = 0
-    """Columns of the result. 0: the model's hidden size."""
+    generation: int = -1
     placement: int = 0
-    """Version of the layer's placement. No step mixes two versions."""
-    parts: tuple[int, ...] = ()
-    """Tokens of each request in the step (on a rank: in its share), in order. Used only while experts are missing."""
-    shares: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """The (part, rows) pairs that make up each rank's tokens, in order."""
-    device_rows: tuple[tuple[DeviceRows, ...], ...] = ()
-    """Each rank's rows, in the order of its shares, when some lie on its GPU. Empty: no rank, or not this one, has such rows."""
-    refused: dict[int, dict[str, Any]] = field(default_factory=dict, compare=False)
-    """Part -> the reason why a rank could not read it from, or write it to, a region of its GPU. Filled while the step runs."""
-    not_finite: dict[int, list[int]] = field(default_factory=dict, compare=False)
-    """Part whose result went into a GPU region -> its rows that are not finite. Filled while the step runs."""
-    left_out: dict[int, set[int]] = field(default_factory=dict, compare=False)
-    """Part -> experts that its tokens chose and that no rank holds. Filled while the step runs."""
+    parts: tuple[PartRows, ...] = ()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some rows come from, or go to, a region of the rank's GPU."""
+        return any(part.source is not None or part.target is not None for part in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns a frame's header. The numbers of the parts stay here, since a rank counts its own."""
+        places = [
+            [number, *(None if where is None else where.as_json() for where in (part.source, part.target))]
+            for number, part in enumerate(self.parts)
+            if part.source is not None or part.target is not None
+        ]
+        return {
+            "step": self.step,
+            "layer": self.layer,
+            "mode": self.mode,
+            "tokens_per_rank": self.tokens_per_rank,
+            "backward": self.backward,
+            "generation": self.generation,
+            "placement": self.placement,
+            "parts": [part.rows for part in self.parts],
+            "on_device": places,
+        }
+
+    @classmethod
+    def from_json(cls, header: Mapping[str, Any]) -> StepPlan:
+        """Raises ValueError, TypeError, KeyError or IndexError for data that `as_json` does not make."""
+        parts = [PartRows(part=number, rows=int(rows)) for number, rows in enumerate(header["parts"])]
+        for number, *places in header["on_device"]:
+            source, target = (None if place is None else RegionRows.from_json(place) for place in places)
+            parts[number] = replace(parts[number], source=source, target=target)
+        return cls(
+            step=header["step"],
+            layer=header["layer"],
+            mode=header["mode"],
+            tokens_per_rank=tuple(header["tokens_per_rank"]),
+            backward=header["backward"],
+            generation=header["generation"],
+            placement=header["placement"],
+            parts=tuple(parts),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The outcome of one step on all ranks.
+
+    Attributes:
+        out_MK: the rows whose result comes to the host, in the order of ranks and parts. In a backward step they are gradients.
+        left_out: part -> experts that its tokens chose and that no rank holds.
+        refused: part -> the reason why a rank could not read it from, or write it to, a region of its GPU.
+        not_finite: part whose result went into a GPU region -> its rows that are not finite.
+        phases: seconds of each rank by phase.
+    """
+
+    out_MK: torch.Tensor
+    left_out: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    refused: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    not_finite: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    phases: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

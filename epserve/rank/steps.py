@@ -21,7 +21,7 @@ from epserve.link.failure import from_exception
 from epserve.link.step_server import Later, Reply, Watched
 from epserve.process.phases import COPY_OUT, IDLE
 
-from .device_memory import RankRegions, StepRows, from_json
+from .device_memory import RankRegions, StepRows
 from .step import StepPlan
 from .worker import Worker
 
@@ -88,24 +88,16 @@ class RankSteps:
 
     def _begin(self, worker: Worker, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Watched:
         """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
-        generation = header["generation"]
+        plan = StepPlan.from_json(header)
+        generation = plan.generation
         if generation != self.generation:
             raise ConnectionResetError(f"connection reset: generation {generation} has ended")
-        plan = StepPlan(
-            step=header["step"],
-            layer=header["layer"],
-            mode=header["mode"],
-            tokens_per_rank=tuple(header["tokens_per_rank"]),
-            backward=header.get("backward", False),
-            placement=header["placement"],
-            parts=tuple(header.get("parts", ())),
-        )
         routed, gradient_MK = tensors[1:], None
         if plan.backward:
             gradient_MK, *routed = routed
         ids_Mt, weights_Mt = routed or (None, None)
         self.started, self.step = time.monotonic(), plan.step
-        rows = StepRows(self.regions, from_json(header["device"]), tensors[0]) if "device" in header else None
+        rows = StepRows(self.regions, plan.parts, tensors[0]) if plan.on_device else None
         y_MK = worker.step(plan, tensors[0] if rows is None else rows, ids_Mt, weights_Mt, gradient_MK)
         if rows is not None:
             worker.phase = COPY_OUT
@@ -127,15 +119,15 @@ class RankSteps:
                 raise ConnectionResetError(
                     "connection reset: another rank is gone, the operations of this step were ended"
                 )
-            told: dict[str, Any] = {"step": plan.step, "phases": phases()}
-            if left_out:
-                told["left_out"] = left_out
             if rows is not None:
                 rows.finish()
-                if rows.refused:
-                    told["refused"] = list(rows.refused.items())
-                if rows.not_finite:
-                    told["not_finite"] = list(rows.not_finite.items())
+            told = {
+                "step": plan.step,
+                "phases": phases(),
+                "left_out": left_out,
+                "refused": list(rows.refused.items()) if rows is not None else [],
+                "not_finite": list(rows.not_finite.items()) if rows is not None else [],
+            }
             return told, [home] if out is None else []
 
         self._begun.put(plan.step)

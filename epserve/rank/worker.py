@@ -458,7 +458,7 @@ class Worker:
             logical = Routing(ids_Mt=ids_Mt.contiguous(), weights_Mt=weights_Mt.contiguous())
         if plan.step >= 0:  # warm-up's tokens do not count as load
             self.load_counter.add(plan.layer, logical.ids_Mt)
-            self.left_out = left_out(logical.ids_Mt, step.placement, plan.parts or (len(x_MK),))
+            self.left_out = left_out(logical.ids_Mt, step.placement, [part.rows for part in plan.parts] or (len(x_MK),))
         if gradient_MK is not None:
             both = x_MK, gradient_MK.to(device, non_blocking=True)
             return step.gradients(

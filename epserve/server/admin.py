@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import grpc
 
+from epserve.engine.face import EngineFace
 from epserve.errors import PermissionDenied
 from epserve.protocol import admin_pb2 as pb
 from epserve.protocol import admin_pb2_grpc as pb_grpc
@@ -13,14 +12,11 @@ from epserve.protocol import status
 
 from .calls import is_on_this_host
 
-if TYPE_CHECKING:
-    from epserve.engine.engine import Engine
-
 
 class AdminServicer(pb_grpc.AdminServicer):
     """Serves operators. guarded: the service requires tokens, and the interceptor lets only admins in."""
 
-    def __init__(self, engine: Engine, *, guarded: bool):
+    def __init__(self, engine: EngineFace, *, guarded: bool):
         self._engine, self._guarded = engine, guarded
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: grpc.aio.ServicerContext) -> pb.RebalanceReply:

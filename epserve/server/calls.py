@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -10,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
 
 from epserve.config import ServerConfig
-from epserve.engine.planning import Batch, Priority
+from epserve.engine.face import EngineFace
+from epserve.engine.planning import Answer, Priority
 from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady, Overloaded, PermissionDenied
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import wire
@@ -31,9 +33,6 @@ from .regions import Regions, Slice
 from .watch.layer_counts import Spent
 from .watch.observer import Observer
 from .watch.step_times import StepTimes, Times
-
-if TYPE_CHECKING:
-    from epserve.engine.engine import Engine  # imports Ray, which the front end does without
 
 log = logging.getLogger("epserve.server")
 
@@ -84,7 +83,7 @@ class Calls:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineFace,
         limits: ServerConfig,
         default_deadline_s: float,
         *,
@@ -95,10 +94,8 @@ class Calls:
     ):
         self.engine, self.limits, self.default_deadline_s = engine, limits, default_deadline_s
         self.accounts, self.regions, self.observer = accounts, regions, observer
-        self.cuda_regions = CudaRegistry(regions, limits, lambda: getattr(engine, "device_regions", None))
-        # An engine whose ranks are elsewhere has no memory to offer.
-        make_buffer = getattr(engine, "buffer", wire.plain_buffer)
-        self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=make_buffer)
+        self.cuda_regions = CudaRegistry(regions, limits, lambda: engine.device_regions)
+        self.door = codec.Door(engine.info, engine.layers, limits, make_buffer=engine.buffer)
         self.admitted = self.admitted_bytes = 0
         """The requests from their header until their reply is sent, and the bytes of both."""
         self._intake = intake
@@ -245,36 +242,21 @@ class Calls:
         status, times = "CANCELLED", Times()
         try:
             async with asyncio.timeout_at(deadline):
-                decoded = await _maybe_in_thread(checked.work, self.door.decode, checked, buffers)
+                claim = caller.account.claim(checked.nbytes)
+                decode = functools.partial(
+                    self.door.decode, deadline=deadline, client=caller.name, trace=watch.trace, claim=claim
+                )
+                batch = await _maybe_in_thread(checked.work, decode, checked, buffers)
                 decoded_at = time.perf_counter()
                 watch.decoded()
-                left_out, not_finite = set[int](), set[int]()
-                batch = Batch(
-                    layer=checked.layer,
-                    hidden=decoded.hidden,
-                    ids=decoded.ids,
-                    weights=decoded.weights,
-                    gradient=decoded.gradient,
-                    deadline=deadline,
-                    request_id=checked.request_id,
-                    client=caller.name,
-                    priority=checked.priority,
-                    trace=watch.trace,
-                    left_out=left_out,
-                    not_finite=not_finite,
-                    claim=caller.account.claim(checked.nbytes),
-                    routing_checked=True,
-                    source=checked.source,
-                    target=checked.target,
-                )
+                # A batch without rows is no work for the ranks.
+                answer = Answer(out_MK=batch.hidden.new_empty((0, batch.columns)))
                 if checked.tokens:
                     with self._step_times.of(checked.request_id) as times:
-                        out = await self.engine.forward(batch)
-                else:
-                    out = decoded.hidden.new_empty((0, batch.columns))  # no rows: the ranks have no work
+                        answer = await self.engine.answer(batch)
                 computed_at = time.perf_counter()
-                work = out.nbytes if checked.target is None else 0
-                encoded = await _maybe_in_thread(work, replies.encode_reply, out, checked, not_finite)
+                work = answer.out_MK.nbytes if checked.target is None else 0
+                encoded = await _maybe_in_thread(work, replies.encode_reply, answer.out_MK, checked, answer.not_finite)
             engine_s = computed_at - decoded_at
             spent = Spent(
                 queue=max(times.queued, 0),
@@ -288,11 +270,11 @@ class Calls:
                 queue_us=round(spent.queue * 1e6),
                 steps_us=round(spent.steps * 1e6),
             )
-            watch.sent, watch.spent, status = out.nbytes, spent, "OK"
+            watch.sent, watch.spent, status = answer.out_MK.nbytes, spent, "OK"
             reply = pb.ForwardReply(
                 request_id=checked.request_id,
                 timings=timings,
-                left_out_experts=sorted(left_out),
+                left_out_experts=sorted(answer.left_out),
                 not_finite_rows=encoded.not_finite,
                 gradients=checked.backward,
             )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from epserve.config import ServerConfig
-from epserve.engine.planning import Priority
+from epserve.engine.budgets import Claim
+from epserve.engine.planning import Batch, Priority
 from epserve.engine.shares import not_finite
 from epserve.errors import InvalidRequest, TooLarge, UnknownLayer
 from epserve.models import ModelInfo
@@ -84,17 +85,6 @@ class CheckedRequest:
         """Returns the bytes that this process reads or converts before the ranks compute."""
         hidden = self.slices.get(pb.HIDDEN_STATES)
         return self.nbytes - (hidden.nbytes if hidden is not None and hidden.on_gpu else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedRequest:
-    """A decoded request holds `hidden` (M, K) of the model's dtype, `ids` int32 and `weights` float32 (M, top_k). None
-    for both means that the layer's gate chooses. `gradient`, like `hidden`, is there for a Backward only."""
-
-    hidden: torch.Tensor
-    ids: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
 
 
 Resolve = Callable[[pb.RegionSlice, int, str], Slice]
@@ -270,10 +260,22 @@ class Door:
         """Returns an assembly for the bytes that come with a request or after it."""
         return wire.Assembly(checked.sizes, self._make_buffer)
 
-    def decode(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> DecodedRequest:
-        """Turns bytes into tensors that own their memory, and reads the bytes in regions.
+    def decode(
+        self,
+        checked: CheckedRequest,
+        buffers: Mapping[pb.Field, Any],
+        *,
+        deadline: float = math.inf,
+        client: str = "",
+        trace: Any = None,
+        claim: Claim | None = None,
+    ) -> Batch:
+        """Turns bytes into a batch whose tensors own their memory, and reads the bytes in regions.
 
-        Raises InvalidRequest for values that are not finite or out of range.
+        The keyword arguments go into the batch. Ids have the width top_k, so that all requests can be joined into one step.
+
+        Raises:
+            InvalidRequest: values are not finite or out of range.
         """
         read = {which: each.read(self._make_buffer) for which, each in checked.slices.items() if not each.on_gpu}
         buffers = {**buffers, **read}
@@ -284,17 +286,33 @@ class Door:
             )  # the rank has the values, and checks them
         else:
             hidden = self._hidden(checked, buffers)
-        gradient = self._finite(checked, buffers, pb.OUTPUT_GRADIENTS) if checked.backward else None
-        if pb.TOPK_IDS not in checked.headers:
-            return DecodedRequest(hidden=hidden, gradient=gradient)
+        ids, weights = self._routing(checked, buffers) if pb.TOPK_IDS in checked.headers else (None, None)
+        return Batch(
+            layer=checked.layer,
+            hidden=hidden,
+            ids=ids,
+            weights=weights,
+            gradient=self._finite(checked, buffers, pb.OUTPUT_GRADIENTS) if checked.backward else None,
+            deadline=deadline,
+            request_id=checked.request_id,
+            client=client,
+            priority=checked.priority,
+            trace=trace,
+            claim=claim,
+            routing_checked=True,
+            source=checked.source,
+            target=checked.target,
+        )
+
+    def _routing(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self._tensor(checked, buffers, pb.TOPK_IDS)
         weights = self._tensor(checked, buffers, pb.TOPK_WEIGHTS)
         routing = check_routing(ids, weights, num_tokens=checked.tokens, num_experts=self.info.num_experts)
         ids, weights = routing.ids_Mt, routing.weights_Mt
-        if missing := self.info.top_k - ids.shape[1]:  # one width for all, so that requests can be joined into one step
+        if missing := self.info.top_k - ids.shape[1]:
             ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
             weights = torch.nn.functional.pad(weights, (0, missing))
-        return DecodedRequest(hidden=hidden, ids=ids, weights=weights, gradient=gradient)
+        return ids, weights
 
     def _hidden(self, checked: CheckedRequest, buffers: Mapping[pb.Field, Any]) -> torch.Tensor:
         """Returns the hidden states in the model's dtype. Raises InvalidRequest unless they are finite."""

@@ -7,11 +7,12 @@ the handle, the true size, the proof and the values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from epserve.config import ServerConfig
+from epserve.engine.face import OpenedRegion, RegionOpener
 from epserve.errors import InvalidRequest
 from epserve.process.cuda_memory import HANDLE_BYTES
 from epserve.protocol import epserve_pb2 as pb
@@ -20,10 +21,6 @@ from epserve.rank.device_memory import ALIGNMENT
 from epserve.rank.step import RegionRows
 
 from .regions import Region, Regions, Slice, check_proof, drawn_name
-
-if TYPE_CHECKING:
-    from epserve.joining.guest_regions import RemoteDeviceRegion, RemoteDeviceRegions
-    from epserve.pool.device_regions import DeviceRegion, DeviceRegions
 
 DTYPES = (pb.BF16, pb.FP16, pb.FP32)
 """The dtypes that the rank converts to the model's, and back, as it copies."""
@@ -35,7 +32,7 @@ class CudaRegion(Region):
     """A window of an allocation on a GPU. `close` tells the rank, once the last call that uses the region is over."""
 
     def __init__(
-        self, device: DeviceRegion | RemoteDeviceRegion, close: Callable[[Any], None], *, owner: str, name: str,
+        self, device: OpenedRegion, close: Callable[[Any], None], *, owner: str, name: str,
         lease_s: float | None, device_id: int = 0,
     ):  # fmt: skip
         super().__init__(owner=owner, name=name, key="", offset=device.offset, size=device.size, lease_s=lease_s, fd=-1)
@@ -63,9 +60,7 @@ class CudaRegion(Region):
 class CudaRegistry:
     """Registers regions for both protocols. `ranks`: the engine's ranks. None: it has none in this process."""
 
-    def __init__(
-        self, regions: Regions, limits: ServerConfig, ranks: Callable[[], DeviceRegions | RemoteDeviceRegions | None]
-    ):
+    def __init__(self, regions: Regions, limits: ServerConfig, ranks: Callable[[], RegionOpener | None]):
         self._regions, self._limits, self._ranks = regions, limits, ranks
 
     @property
@@ -98,7 +93,7 @@ class CudaRegistry:
         region = CudaRegion(device, ranks.close, owner=owner, name=name, lease_s=lease_s, device_id=max(device_id, 0))
         return self._add(ranks.close, device, region)
 
-    def _checked(self, owner: str, handle: bytes, offset: int, size: int) -> DeviceRegions | RemoteDeviceRegions:
+    def _checked(self, owner: str, handle: bytes, offset: int, size: int) -> RegionOpener:
         if not self._limits.cuda_regions:
             raise InvalidRequest("region: CUDA regions are switched off (server.cuda_regions)", field="region")
         ranks = self._ranks()

@@ -8,12 +8,13 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from epserve.config import ServerConfig
+from epserve.engine.face import EngineFace
 from epserve.errors import ConfigError
 from epserve.joining.peers import Peers
 from epserve.process import allocator, tracing
@@ -38,9 +39,6 @@ from .servicer import ExpertsServicer
 from .watch.observer import Observer
 from .watch.status_page import StatusPage
 
-if TYPE_CHECKING:
-    from epserve.engine.engine import Engine
-
 log = logging.getLogger("epserve.server")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
@@ -64,7 +62,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineFace,
         config: ServerConfig,
         *,
         default_deadline_s: float = 60.0,

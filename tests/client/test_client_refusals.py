@@ -252,15 +252,15 @@ class TestAttempts:
 async def test_a_service_that_comes_after_more_than_ten_attempts_is_found():
     engine = FakeEngine()
     engine.set_state("recovering")
-    refused, forward = [], engine.forward
+    refused, answer = [], engine.answer
 
     async def counted(batch):
         refused.append(engine.state())
         if len(refused) > 15:
             engine.set_state("serving")
-        return await forward(batch)
+        return await answer(batch)
 
-    engine.forward = counted
+    engine.answer = counted
     options = ClientOptions(retry=RetryPolicy(first_s=0.001, longest_s=0.002))
     async with serving(engine) as server, AsyncClient(server.address, options) as client:
         assert torch.equal(await client.forward(1, X), X)

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from epserve.client import AsyncClient
+from epserve.engine.planning import Answer
 from epserve.errors import ExpertsMissing
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
@@ -14,8 +15,7 @@ from tests.support.grpc_calls import connect, message
 
 
 async def without(batch):
-    batch.left_out.update({5, 4})
-    return batch.hidden
+    return Answer(out_MK=batch.hidden, left_out=frozenset({5, 4}))
 
 
 async def test_replies_name_the_experts_that_are_missing(caplog):

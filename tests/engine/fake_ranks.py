@@ -6,6 +6,7 @@ import time
 import torch
 
 from epserve.engine.planning import Batch, Priority
+from epserve.rank.step import StepResult
 
 HIDDEN = 4
 
@@ -35,14 +36,17 @@ class FakeRanks:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def step(self, plan, parts):
-        self.steps.append(plan)
+    def empty(self, shape, dtype):
+        return torch.empty(shape, dtype=dtype)
+
+    async def step(self, plans, parts):
+        self.steps.append(plans[0])
         await self.gate.wait()
         if self.fail:
             error = self.fail.pop(0)
             if error is not None:
                 raise error
-        return torch.cat([part[0] for part in parts]) + plan.layer
+        return StepResult(out_MK=torch.cat([part[0] for part in parts]) + plans[0].layer)
 
 
 class SlowRanks(FakeRanks):
@@ -52,7 +56,7 @@ class SlowRanks(FakeRanks):
         super().__init__()
         self.seconds, self.busy = seconds, asyncio.Lock()
 
-    async def step(self, plan, parts):
+    async def step(self, plans, parts):
         async with self.busy:
             await asyncio.sleep(self.seconds)
-            return await super().step(plan, parts)
+            return await super().step(plans, parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epserve.engine.planning import Item, Priority, StepQueue, last_in
-from epserve.engine.shares import device_rows, fill, hand_out, shards, spread
+from epserve.engine.shares import fill, hand_out, part_rows, shards, spread
 from epserve.rank.step import RegionRows
 from tests.engine.fake_ranks import HIDDEN, batch
 
@@ -28,8 +28,13 @@ def queue_of(*batches):
     return queue
 
 
+def key_of(step):
+    (key,) = {piece.item.batch.key for piece in step}
+    return key
+
+
 def sizes(step):
-    return [(piece.start, piece.stop) for piece in step.pieces]
+    return [(piece.start, piece.stop) for piece in step]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +46,13 @@ def test_split_evenly(num_tokens, expected):
 
 def test_requests_with_one_key_join_and_others_keep_their_turn():
     queue = queue_of(batch(3), batch(2, layer=2), batch(4), batch(5, top_k=2), batch(1, top_k=3), batch(6, top_k=2))
-    assert [(queue.take(100).key, len(queue)) for _ in range(4)] == [
+    assert [(key_of(queue.take(100)), len(queue)) for _ in range(4)] == [
         ((1, "block", 0, False), 4),
         ((2, "block", 0, False), 3),
         ((1, "routed", 2, False), 1),
         ((1, "routed", 3, False), 0),
     ]
-    assert queue.take(100) is None
+    assert not queue.take(100)
 
 
 def test_forward_and_backward_requests_take_steps_of_their_own_in_one_order():
@@ -55,7 +60,7 @@ def test_forward_and_backward_requests_take_steps_of_their_own_in_one_order():
         return replace(batch(count, **more), gradient=torch.zeros(count, 4))
 
     queue = queue_of(batch(3), backward(2), batch(4), backward(5), backward(1, top_k=2))
-    assert [(queue.take(100).key[1:], len(queue)) for _ in range(3)] == [
+    assert [(key_of(queue.take(100))[1:], len(queue)) for _ in range(3)] == [
         (("block", 0, False), 3),
         (("block", 0, True), 1),
         (("routed", 2, True), 0),
@@ -68,7 +73,7 @@ def test_a_backward_token_counts_as_two():
         *(replace(batch(10, client="trains"), gradient=torch.zeros(10, 4)) for _ in range(4)),
         *(batch(10, client="infers", layer=2) for _ in range(8)),
     )
-    turns = [queue.take(10).pieces[0].item.batch.client for _ in range(12)]
+    turns = [queue.take(10)[0].item.batch.client for _ in range(12)]
     assert turns[:6].count("trains") == 2 and turns[:9].count("trains") == 3
 
 
@@ -101,7 +106,7 @@ def test_shards_and_hand_out_put_every_row_where_it_belongs(top_k, num_ranks):
     batches = [batch(count, top_k=top_k, seed=count) for count in (5, 1, 9, 2)]
     queue = queue_of(*batches)
     items, complete = list(queue), []
-    while (step := queue.take(7)) is not None:
+    while step := queue.take(7):
         shares = spread(step, num_ranks)
         counts = [sum(share.num_tokens for share in mine) for mine in shares]
         assert max(counts) - min(counts) <= 1
@@ -145,16 +150,20 @@ def test_rows_that_are_tied_to_a_rank_go_there_and_nowhere_else(source, target):
     plain, tied = batch(9, seed=1), batch(6, seed=2)
     queue = queue_of(batch(4, seed=3), in_region(tied, 7, source=source, target=target), plain)
     items, complete, offsets = list(queue), [], []
-    while (step := queue.take(12)) is not None:  # the last one is cut
-        pins = [1 if piece.item.batch.region is not None else None for piece in step.pieces]
+    while step := queue.take(12):  # the last one is cut
+        pins = [1 if piece.item.batch.region is not None else None for piece in step]
         shares = spread(step, 3, pins)
         for rank, mine in enumerate(shares):
-            here = [step.pieces[share.part] for share in mine if step.pieces[share.part].item.batch.region is not None]
+            here = [piece for piece in mine if piece.item.batch.region is not None]
             assert not here or rank == 1
-        on_devices = [device_rows(step, mine) for mine in shares]
+        rows_of = [part_rows(mine) for mine in shares]
+        assert [sum(part.rows for part in parts) for parts in rows_of] == [
+            sum(p.num_tokens for p in mine) for mine in shares
+        ]
+        on_devices = [[part for part in parts if part.source or part.target] for parts in rows_of]
         assert not on_devices[0]
         assert not on_devices[2]
-        offsets += [(part.rows, part.source, part.target) for part in on_devices[1] if part.source or part.target]
+        offsets += [(part.rows, part.source, part.target) for part in on_devices[1]]
         parts = shards(step, shares)
         rows = [part[0] for part in parts]
         if source and not target and on_devices[1]:  # what the rank would bring home of its region's rows
@@ -176,8 +185,8 @@ def test_rows_that_are_tied_to_a_rank_go_there_and_nowhere_else(source, target):
 def test_a_long_request_in_a_region_is_cut_at_rows():
     queue = queue_of(in_region(batch(20), 7))
     seen = []
-    while (step := queue.take(8)) is not None:
-        ((only,),) = [device_rows(step, mine) for mine in spread(step, 2, [1]) if mine]
+    while step := queue.take(8):
+        ((only,),) = [part_rows(mine) for mine in spread(step, 2, [1]) if mine]
         seen.append((only.rows, only.source.offset, only.target.offset))
     row = HIDDEN * 4
     assert seen == [(8, 0, 4096), (8, 8 * row, 4096 + 8 * row), (4, 16 * row, 4096 + 16 * row)]
@@ -186,7 +195,7 @@ def test_a_long_request_in_a_region_is_cut_at_rows():
 def served(queue, max_tokens):
     """Client -> tokens of one step."""
     tokens = {}
-    for piece in queue.take(max_tokens).pieces:
+    for piece in queue.take(max_tokens):
         tokens[piece.item.batch.client] = tokens.get(piece.item.batch.client, 0) + piece.num_tokens
     return tokens
 
@@ -210,7 +219,7 @@ def test_clients_with_enough_to_do_get_equal_shares_of_tokens_whatever_the_size_
 
 def test_a_greedy_client_on_one_layer_does_not_hold_up_another_layer():
     queue = queue_of(*(batch(50, layer=1, client="greedy") for _ in range(100)), batch(4, layer=2, client="small"))
-    assert [queue.take(100).key[0] for _ in range(3)].count(2) == 1
+    assert [key_of(queue.take(100))[0] for _ in range(3)].count(2) == 1
 
 
 def test_a_cut_request_lets_smaller_ones_pass_between_its_steps():
@@ -250,14 +259,14 @@ def test_the_queue_remembers_no_client_that_is_gone():
 def test_rows_of_an_earlier_attempt_count_no_more():
     queue = queue_of(batch(20))
     first, second = queue.take(8), queue.take(8)
-    (item,) = {piece.item for piece in (*first.pieces, *second.pieces)}
+    (item,) = {piece.item for piece in (*first, *second)}
     item.attempts, item.taken = 1, 0  # the first failed
     queue.put_back([item])
     assert hand_out(second, torch.zeros(8, HIDDEN), spread(second, 2)) == []
     assert item.done == 0
     rest = []
-    while (step := queue.take(8)) is not None:
-        rows = torch.cat([piece.item.batch.hidden[piece.start : piece.stop] for piece in step.pieces])
+    while step := queue.take(8):
+        rows = torch.cat([piece.item.batch.hidden[piece.start : piece.stop] for piece in step])
         rest += hand_out(step, rows, spread(step, 2))
     assert rest == [item]
     assert torch.equal(item.out_MK, item.batch.hidden)

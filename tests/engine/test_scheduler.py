@@ -37,7 +37,7 @@ async def test_missing_experts_are_refused_where_that_is_configured(ranks):
         await scheduler.submit(batch(2))
     ranks.experts_missing = False
     ranks.serving.set()
-    assert (await scheduler.submit(batch(2))).shape == (2, HIDDEN)
+    assert (await scheduler.submit(batch(2))).out_MK.shape == (2, HIDDEN)
     await scheduler.close()
 
 
@@ -45,7 +45,7 @@ async def test_many_clients_share_steps_and_get_their_own_rows(scheduler, ranks)
     batches = [batch(count, layer=layer, seed=count) for count in (1, 2, 3) for layer in (1, 2)]
     results = await asyncio.gather(*(scheduler.submit(each) for each in batches))
     for each, got in zip(batches, results, strict=True):
-        assert torch.equal(got, each.hidden + each.layer)
+        assert torch.equal(got.out_MK, each.hidden + each.layer)
     assert len(ranks.steps) == 2
     assert [plan.step for plan in ranks.steps] == [0, 1]
     assert scheduler.queued_tokens == 0
@@ -53,7 +53,7 @@ async def test_many_clients_share_steps_and_get_their_own_rows(scheduler, ranks)
 
 async def test_a_request_above_the_step_size_is_put_together_again(scheduler, ranks):
     big = batch(29)
-    assert torch.equal(await scheduler.submit(big), big.hidden + 1)
+    assert torch.equal((await scheduler.submit(big)).out_MK, big.hidden + 1)
     assert [plan.tokens_per_rank for plan in ranks.steps] == [(4, 4), (4, 4), (4, 4), (3, 2)]
 
 
@@ -67,7 +67,7 @@ async def test_overload_names_the_limit_and_when_to_come_back(scheduler, ranks):
     other = asyncio.ensure_future(scheduler.submit(batch(3, layer=2)))  # the limit is per layer
     ranks.gate.set()
     await asyncio.gather(*waiting, other)
-    assert (await scheduler.submit(batch(1))).shape == (1, HIDDEN)
+    assert (await scheduler.submit(batch(1))).out_MK.shape == (1, HIDDEN)
 
 
 async def test_a_full_queue_makes_room_for_a_small_client(scheduler, ranks):
@@ -84,8 +84,8 @@ async def test_a_full_queue_makes_room_for_a_small_client(scheduler, ranks):
     with pytest.raises(Overloaded, match="6 more would pass"):
         await scheduler.submit(batch(6, client="greedy"))
     ranks.gate.set()
-    assert (await small).shape == (3, HIDDEN)
-    assert [len(await call) for call in greedy[:4]] == [8] * 4
+    assert (await small).out_MK.shape == (3, HIDDEN)
+    assert [len((await call).out_MK) for call in greedy[:4]] == [8] * 4
     assert scheduler.queued_tokens == 0
     assert scheduler.pushed_out == 1
 
@@ -124,7 +124,7 @@ async def test_a_deadline_while_the_step_runs_ends_the_call_not_the_step(schedul
     with pytest.raises(DeadlineExceeded, match="while its step ran"):
         await scheduler.submit(batch(1, seconds=0.05))
     ranks.gate.set()
-    assert (await scheduler.submit(batch(2))).shape == (2, HIDDEN)
+    assert (await scheduler.submit(batch(2))).out_MK.shape == (2, HIDDEN)
     assert scheduler.steps_done == 2
 
 
@@ -137,13 +137,13 @@ async def test_a_thousand_cancels_leave_nothing_behind(scheduler, ranks):
     assert await scheduler.drain(5)
     assert scheduler.queued_tokens == 0
     right = batch(3)
-    assert torch.equal(await scheduler.submit(right), right.hidden + 1)
+    assert torch.equal((await scheduler.submit(right)).out_MK, right.hidden + 1)
 
 
 async def test_a_failed_step_is_replayed(scheduler, ranks):
     ranks.fail = [RankFailed("rank 1 died")]
     big = batch(20)
-    assert torch.equal(await scheduler.submit(big), big.hidden + 1)
+    assert torch.equal((await scheduler.submit(big)).out_MK, big.hidden + 1)
     assert scheduler.replays == 1
 
 
@@ -158,7 +158,7 @@ async def test_replay_waits_until_the_ranks_serve_again(scheduler, ranks):
     assert not call.done()
     assert len(ranks.steps) == 1
     ranks.serving.set()
-    assert (await call).shape == (2, HIDDEN)
+    assert (await call).out_MK.shape == (2, HIDDEN)
 
 
 async def test_deadline_during_recovery_is_retryable(scheduler, ranks):
@@ -171,14 +171,14 @@ async def test_a_request_that_breaks_ranks_each_time_is_given_back(scheduler, ra
     ranks.fail = [RankFailed("rank 1 died")] * MAX_ATTEMPTS
     with pytest.raises(RankFailed, match="failed 3 times on this request"):
         await scheduler.submit(batch(2))
-    assert (await scheduler.submit(batch(2))).shape == (2, HIDDEN)
+    assert (await scheduler.submit(batch(2))).out_MK.shape == (2, HIDDEN)
 
 
 async def test_a_defect_is_reported_to_the_callers_of_that_step_only(scheduler, ranks):
     ranks.fail = [ValueError("no such thing")]
     with pytest.raises(InternalError, match="no such thing"):
         await scheduler.submit(batch(2))
-    assert (await scheduler.submit(batch(2))).shape == (2, HIDDEN)
+    assert (await scheduler.submit(batch(2))).out_MK.shape == (2, HIDDEN)
 
 
 async def test_close_answers_whoever_waits(ranks):

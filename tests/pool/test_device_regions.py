@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from types import SimpleNamespace
 
@@ -13,8 +12,8 @@ import torch
 from epserve.client import AsyncClient
 from epserve.config import ServerConfig
 from epserve.errors import InvalidRequest, Overloaded
-from epserve.rank.device_memory import RankRegions, Refused, StepRows, as_json, from_json
-from epserve.rank.step import DeviceRows, RegionRows
+from epserve.rank.device_memory import RankRegions, Refused, StepRows
+from epserve.rank.step import PartRows, RegionRows
 from epserve.server import regions as regions_module
 from epserve.server.cuda_regions import CudaRegistry
 from epserve.server.regions import Regions
@@ -78,11 +77,10 @@ class TestRank:
             source = RegionRows(region=7, offset=512, dtype=dtype)
             target = RegionRows(region=7, offset=32768, dtype=dtype)
             parts = (
-                DeviceRows(rows=4, source=source, target=target),
-                DeviceRows(rows=3),
-                DeviceRows(rows=2, source=source.row(4, HIDDEN)),
+                PartRows(rows=4, source=source, target=target),
+                PartRows(rows=3),
+                PartRows(rows=2, source=source.row(4, HIDDEN)),
             )
-            assert from_json(json.loads(json.dumps(as_json(parts)))) == parts
             rows = StepRows(regions, parts, host)
             got = rows.to(torch.device("cpu"))
             assert torch.equal(got, torch.cat([x[:4].float(), host, x[4:].float()]))
@@ -103,9 +101,9 @@ class TestRank:
             self.opened(memory, regions)
             target = RegionRows(region=7, offset=0, dtype=dtype)
             parts = (
-                DeviceRows(rows=3, target=target),
-                DeviceRows(rows=2),
-                DeviceRows(rows=3, target=target.row(3, HIDDEN)),
+                PartRows(rows=3, target=target),
+                PartRows(rows=2),
+                PartRows(rows=3, target=target.row(3, HIDDEN)),
             )
             rows = StepRows(regions, parts, tokens(8))
             y = rows.to(torch.device("cpu")).clone()
@@ -126,7 +124,7 @@ class TestRank:
             whole.fill_(3e38)  # the sum is infinite, no value is
             whole[5, 9] = float("nan")
             source = RegionRows(region=7, offset=0, dtype=torch.float32)
-            parts = tuple(DeviceRows(rows=4, source=source.row(row, HIDDEN)) for row in (0, 4))
+            parts = tuple(PartRows(rows=4, source=source.row(row, HIDDEN)) for row in (0, 4))
             rows = StepRows(regions, parts, torch.empty(0, HIDDEN))
             rows.put(rows.to(torch.device("cpu")), None)
             rows.finish()
@@ -142,7 +140,7 @@ class TestRank:
     def test_a_region_that_is_not_there_is_the_requests_trouble_and_not_the_ranks(self):
         regions = RankRegions(FakeDeviceMemory(0))
         where = RegionRows(region=3, offset=0, dtype=torch.float32)
-        parts = (DeviceRows(rows=2, source=where, target=where), DeviceRows(rows=1))
+        parts = (PartRows(rows=2, source=where, target=where), PartRows(rows=1))
         rows = StepRows(regions, parts, torch.ones(1, HIDDEN))
         got = rows.to(torch.device("cpu"))
         assert torch.equal(got, torch.cat([torch.zeros(2, HIDDEN), torch.ones(1, HIDDEN)]))

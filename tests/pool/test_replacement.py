@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from epserve import pool as room
 from epserve.link.failure import Failure, RankLost
 from epserve.pool.steps import PoolSteps, StepFailed
 from epserve.pool.supervisor import Supervisor
-from epserve.rank.step import StepPlan
+from epserve.rank.step import PartRows, RegionRows, StepPlan
 
 
 class Process:
@@ -85,18 +87,55 @@ def test_the_first_strategy_that_can_replaces_and_the_next_one_takes_what_it_lea
 
 
 class Link:
-    def __init__(self, error=None):
-        self.error = error
+    def __init__(self, error=None, **told):
+        self.error, self.told = error, {"phases": {}, "left_out": [], "refused": [], "not_finite": [], **told}
 
     def submit(self, header, tensors, out):
+        self.plan = StepPlan.from_json(json.loads(json.dumps(header)))
         future = asyncio.get_running_loop().create_future()
-        future.set_exception(self.error) if self.error is not None else future.set_result({})
+        future.set_exception(self.error) if self.error is not None else future.set_result(self.told)
         return future
 
 
 def failure(rank, message, *, consequence=False):
     report = Failure(rank=-1, phase="experts", step=7, message=message, consequence=consequence)
     return Link(RankLost(report))
+
+
+def ranks_over(links):
+    serving = asyncio.Event()
+    serving.set()
+    shape = SimpleNamespace(hidden=4, dtype=torch.float32)
+    return SimpleNamespace(
+        members=[SimpleNamespace(rank=n, link=link, where="here", put_down=False) for n, link in enumerate(links)],
+        serving=serving, generation=3, running={}, tokens_total=0, empty=lambda size, dtype: torch.empty(size),
+        plan=SimpleNamespace(spec=SimpleNamespace(shape=shape)),
+        config=SimpleNamespace(scheduler=SimpleNamespace(step_timeout_s=30)),
+        arrangement=SimpleNamespace(placements={1: SimpleNamespace(version=5)}),
+    )  # fmt: skip
+
+
+async def test_a_rank_numbers_its_own_parts_and_the_result_has_the_numbers_of_the_step():
+    where = RegionRows(region=7, offset=64, dtype=torch.bfloat16)
+    shares = [
+        (PartRows(part=2, rows=3, target=where), PartRows(part=0, rows=1, source=where)),
+        (PartRows(part=0, rows=2), PartRows(part=1, rows=2)),
+    ]
+    links = [
+        Link(left_out=[[1, [4]]], not_finite=[[0, [2]]], phases={"gate": 1.0}),
+        Link(left_out=[[0, [6, 4]]], refused=[[1, {"text": "no", "field": "region"}]], phases={"gate": 2.0}),
+    ]
+    ranks = ranks_over(links)
+    plans = [StepPlan(step=7, layer=1, mode="block", tokens_per_rank=(4, 4), parts=parts) for parts in shares]
+    result = await PoolSteps(ranks, lambda cause: None).run(plans, [[torch.ones(1, 4)]] * 2)
+    assert result.out_MK.shape == (5, 4), "the rows of part 2 stay on the GPU"
+    assert result.left_out == {0: {4, 6}} and result.not_finite == {2: [2]}
+    assert result.refused == {1: {"text": "no", "field": "region"}}
+    assert result.phases == ({"gate": 1.0}, {"gate": 2.0}) and ranks.tokens_total == 8
+    for link, plan in zip(links, plans, strict=True):  # what arrives, but for the numbers of the parts
+        own = tuple(replace(part, part=number) for number, part in enumerate(plan.parts))
+        assert link.plan == replace(plan, generation=3, placement=5, parts=own)
+    assert [link.plan.on_device for link in links] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -108,21 +147,11 @@ def failure(rank, message, *, consequence=False):
 )  # fmt: skip
 async def test_a_failed_step_raises_its_cause_its_rank_and_whether_that_is_spoilt(links, rank, spoilt, text):
     """It tells that it is failing before the reports are in, and blames the rank that no other report explains."""
-    members = [SimpleNamespace(rank=n, link=link, where="here", put_down=False) for n, link in enumerate(links)]
-    serving = asyncio.Event()
-    serving.set()
-    shape = SimpleNamespace(hidden=4, dtype=torch.float32)
-    ranks = SimpleNamespace(
-        serving=serving, members=members, generation=3, running={}, tokens_total=0, empty=lambda size, dtype: torch.empty(size),
-        plan=SimpleNamespace(spec=SimpleNamespace(shape=shape)),
-        config=SimpleNamespace(scheduler=SimpleNamespace(step_timeout_s=30)),
-        arrangement=SimpleNamespace(placements={1: SimpleNamespace(version=0, missing=())}),
-    )  # fmt: skip
-    failing = []
-    steps = PoolSteps(ranks, failing.append)
-    plan = StepPlan(step=7, layer=1, mode="block", tokens_per_rank=(1, 1))
+    ranks, failing = ranks_over(links), []
+    members, steps = ranks.members, PoolSteps(ranks, failing.append)
+    plan = StepPlan(step=7, layer=1, mode="block", tokens_per_rank=(1, 1), parts=(PartRows(rows=1),))
     with pytest.raises(StepFailed) as raised:
-        await steps.run(plan, [[torch.ones(1, 4)]] * 2)
+        await steps.run([plan] * 2, [[torch.ones(1, 4)]] * 2)
     error = raised.value
     assert (error.rank, error.spoilt, error.member) == (rank, spoilt, members[rank])
     assert error.cause == str(error) == f"{text} [here]" and len(failing) == 1

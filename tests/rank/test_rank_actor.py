@@ -13,7 +13,7 @@ from epserve.rank.groups import GroupAddress
 from epserve.rank.setup import backends as backend_choice
 from epserve.rank.setup import cores
 from epserve.rank.setup.cores import Host
-from epserve.rank.step import Arrangement
+from epserve.rank.step import Arrangement, StepPlan
 from epserve.rank.worker import Worker
 from tests.support.checkpoints import LAYER, write
 
@@ -47,10 +47,8 @@ def rank(tmp_path, monkeypatch):
 
 def ask(actor, generation=GENERATION):
     x = torch.randn((9, 64), generator=torch.Generator().manual_seed(9))
-    header = {
-        "step": 7, "generation": generation, "layer": LAYER, "mode": "block", "tokens_per_rank": [9], "placement": 0,
-    }  # fmt: skip
-    told, tensors = actor._answer(header, [x], None)
+    plan = StepPlan(step=7, layer=LAYER, mode="block", tokens_per_rank=(9,), generation=generation)
+    told, tensors = actor._answer(plan.as_json(), [x], None)
     return told, tensors, x
 
 

@@ -14,6 +14,7 @@ from epserve.link.step_server import MOST_LATER, StepServer, Watched
 from epserve.link.transport import SocketLink
 from epserve.rank import steps
 from epserve.rank.groups import GroupAddress
+from epserve.rank.step import StepPlan
 from tests.rank.test_rank_actor import GENERATION, LAYER, NOWHERE, rank
 from tests.support.grpc_calls import until
 
@@ -154,10 +155,8 @@ async def test_a_connection_that_ends_waits_for_what_has_begun_and_the_next_one_
 
 def begin(actor, step, generation=GENERATION, tokens=9):
     x = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(step))
-    header = {
-        "step": step, "generation": generation, "layer": LAYER, "mode": "block", "tokens_per_rank": [9], "placement": 0,
-    }  # fmt: skip
-    return actor._answer(header, [x], None)
+    plan = StepPlan(step=step, layer=LAYER, mode="block", tokens_per_rank=(9,), generation=generation)
+    return actor._answer(plan.as_json(), [x], None)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epserve.config import ServerConfig
+from epserve.engine.planning import Batch
 from epserve.errors import CallerError, InvalidRequest, TooLarge, UnknownLayer
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
@@ -29,7 +30,7 @@ def make_door(info=None, **limits) -> codec.Door:
     return codec.Door(info, info.layers, ServerConfig(**limits))
 
 
-def pass_door(door: codec.Door, request: pb.ForwardRequest) -> codec.DecodedRequest:
+def pass_door(door: codec.Door, request: pb.ForwardRequest) -> Batch:
     checked = door.check(request, "test")
     assembly = wire.Assembly(checked.sizes)
     for which, tensor in checked.headers.items():

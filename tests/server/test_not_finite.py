@@ -8,14 +8,14 @@ import torch
 
 from epserve.client import AsyncClient, Client
 from epserve.config import SchedulerConfig
-from epserve.engine.planning import Batch
+from epserve.engine.planning import Answer, Batch
 from epserve.engine.scheduler import Scheduler
 from epserve.errors import InvalidRequest, NotFinite
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
 from epserve.protocol import inference_pb2 as kserve
 from epserve.protocol import inference_pb2_grpc as kserve_grpc
-from epserve.rank.step import RegionRows
+from epserve.rank.step import RegionRows, StepResult
 from tests.engine.fake_ranks import HIDDEN, FakeRanks
 from tests.support.fake_engine import FakeEngine, serving
 from tests.support.front_ends import joining, ordering
@@ -196,24 +196,20 @@ class TestResultsOnGpus:
         ranks = FakeRanks()
         ranks.rank_of = lambda region: 1
 
-        async def step(plan, parts):
-            ranks.steps.append(plan)
-            plan.not_finite[0] = [2]
-            return torch.empty((0, HIDDEN))
+        async def step(plans, parts):
+            ranks.steps.append(plans[0])
+            return StepResult(out_MK=torch.empty((0, HIDDEN)), not_finite={0: [2]})
 
         ranks.step = step
         scheduler = Scheduler(SchedulerConfig(max_step_tokens=4), ranks)
-        batch = self.batch(7)
-        await scheduler.submit(batch)
-        assert len(ranks.steps) == 2 and batch.not_finite == {2, 6}
+        answer = await scheduler.submit(self.batch(7))
+        assert len(ranks.steps) == 2 and answer.not_finite == {2, 6}
         await scheduler.close()
 
     async def test_a_front_end_that_has_joined_hears_of_them(self):
-        async def mark(batch: Batch) -> torch.Tensor:
-            batch.not_finite.update({4, 1})
-            return batch.hidden
+        async def mark(batch: Batch) -> Answer:
+            return Answer(out_MK=batch.hidden, not_finite=frozenset({4, 1}))
 
         async with ordering(FakeEngine(mark)) as port, joining(port) as engine:
             batch = Batch(layer=1, hidden=torch.ones(6, 32), deadline=time.monotonic() + 60)
-            await engine.forward(batch)
-            assert batch.not_finite == {1, 4}
+            assert (await engine.answer(batch)).not_finite == {1, 4}

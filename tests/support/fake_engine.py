@@ -11,7 +11,8 @@ import torch
 
 from epserve.all2all.local import LocalAll2AllManager
 from epserve.config import ServerConfig
-from epserve.engine.planning import Batch
+from epserve.engine.face import EngineFace
+from epserve.engine.planning import Answer, Batch
 from epserve.errors import NotReady
 from epserve.experts.loop import LoopExperts, expert_mlp
 from epserve.joining.peers import Peers
@@ -31,7 +32,7 @@ from epserve.rank.backward.kernel import RankGradients
 from epserve.rank.step import joined_gradients
 from epserve.server.server import Server
 
-Compute = Callable[[Batch], Awaitable[torch.Tensor]]
+Compute = Callable[[Batch], Awaitable[torch.Tensor | Answer]]
 
 
 def tiny_info(**changes) -> SimpleNamespace:
@@ -49,8 +50,8 @@ async def echo(batch: Batch) -> torch.Tensor:
     return batch.hidden
 
 
-class FakeEngine:
-    """Duck-typed epserve.engine.engine.Engine. `compute` may be replaced at any time; `seen` keeps what came."""
+class FakeEngine(EngineFace):
+    """An engine without ranks. `compute` may be replaced at any time; `seen` keeps what came."""
 
     def __init__(self, compute: Compute = echo, **info):
         self.info = tiny_info(**info)
@@ -66,18 +67,25 @@ class FakeEngine:
     def layers(self) -> tuple[int, ...]:
         return self.info.layers
 
-    async def forward(self, batch: Batch) -> torch.Tensor:
+    async def answer(self, batch: Batch) -> Answer:
         if self._state != "serving":
             raise NotReady(f"the engine is {self._state}")
         self.seen.append(batch)
         self.running += 1
         try:
-            return await self.compute(batch)
+            made = await self.compute(batch)
+            return made if isinstance(made, Answer) else Answer(out_MK=made)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
+
+    async def rebalance(self, explain=False):
+        raise NotReady("there are no ranks")
+
+    async def scale(self, ranks):
+        raise NotReady("there are no ranks")
 
     def state(self) -> str:
         return self._state

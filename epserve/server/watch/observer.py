@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 
 from epserve import __version__
+from epserve.engine.face import EngineFace
 from epserve.process import logs, tracing
 from epserve.process.tracing import Tracing
 
@@ -29,7 +30,6 @@ from .load import Layout, heat, hottest
 from .metrics import Metrics
 
 if TYPE_CHECKING:
-    from epserve.engine.engine import Engine
     from epserve.engine.records import StepRecord
 
 log = logging.getLogger("epserve.server")
@@ -67,7 +67,7 @@ class Watch:
 class Observer:
     """Observes one server: `start()` once the server's loop runs, `stop()` at its end."""
 
-    def __init__(self, engine: Engine, *, max_expert_series: int = 64, provider: Any = None):
+    def __init__(self, engine: EngineFace, *, max_expert_series: int = 64, provider: Any = None):
         self._engine = engine
         info = engine.info
         self.metrics = Metrics(model=info.name, family=info.family, max_expert_series=max_expert_series)

@@ -1,0 +1,114 @@
+"""The face of an engine: the methods that servers and joined front ends use. No Ray.
+
+`Engine` has the ranks in its own process. `RemoteEngine` (room `joining`) passes everything to another process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .planning import Answer, Batch
+from .records import StepRecord
+
+
+class OpenedRegion(Protocol):
+    """A client's GPU memory that a rank has open."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def handle(self) -> bytes: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def gpu_uuid(self) -> str: ...
+
+
+class RegionOpener(Protocol):
+    """Opens GPU memory of clients on the ranks of this host (`DeviceRegions`, `RemoteDeviceRegions`)."""
+
+    @property
+    def offered(self) -> bool:
+        """Whether a rank of this host may compute on a GPU."""
+        ...
+
+    async def open(
+        self,
+        *,
+        handle: bytes,
+        offset: int,
+        size: int,
+        proof: bytes = b"",
+        gpu_uuid: str = "",
+        device_id: int | None = None,
+    ) -> Any:
+        """Returns an OpenedRegion. Raises InvalidRequest or NotReady."""
+        ...
+
+    def close(self, region: Any) -> None: ...
+
+
+class EngineFace(ABC):
+    """Runs batches, tells its state, and carries out an operator's changes. All methods run in one event loop."""
+
+    info: Any
+    """The ModelInfo of the checkpoint, or an object with its public fields."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[int, ...]:
+        """The MoE layers that are served."""
+
+    @abstractmethod
+    async def answer(self, batch: Batch) -> Answer:
+        """Runs one layer on one batch. Raises only EpserveErrors."""
+
+    async def forward(self, batch: Batch) -> torch.Tensor:
+        """Returns the result of `answer` alone."""
+        return (await self.answer(batch)).out_MK
+
+    def buffer(self, nbytes: int) -> Any:
+        """Returns a writable buffer for a request's bytes, if possible in memory that the ranks share."""
+        return bytearray(nbytes)
+
+    @property
+    def device_regions(self) -> RegionOpener | None:
+        """Opens memory of clients on the GPUs of this host's ranks. None: there are no ranks that could."""
+        return None
+
+    @abstractmethod
+    def state(self) -> str:
+        """Returns a State (`records`), or "disconnected" in a front end whose ranks cannot be reached."""
+
+    @abstractmethod
+    def status(self) -> Any:
+        """Returns the EngineStatus, or an object with its fields."""
+
+    @abstractmethod
+    def on_state_change(self, callback: Callable[[Any], None]) -> None:
+        """Calls `callback(state)` in the loop after each change."""
+
+    @abstractmethod
+    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
+        """Calls `callback(record)` in the loop after each finished step. It must be quick."""
+
+    @abstractmethod
+    async def rebalance(self, explain: bool = False) -> Any:
+        """Moves experts to balance the counted load, while serving. Returns a Rebalance. Raises NotReady, RankFailed.
+
+        explain: moves nothing, and returns the reasons for and against a move.
+        """
+
+    @abstractmethod
+    async def scale(self, ranks: int) -> Any:
+        """Goes on with another number of ranks. Returns a Resize. Raises NotReady, ConfigError."""

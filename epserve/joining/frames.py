@@ -1,42 +1,40 @@
-"""Frames between a front end that has joined and the process that orders the steps, and the order in which they go out.
+"""The order of frames between a joined front end and the process that orders the steps. Large messages go in pieces.
 
-    magic "EPF2" | header bytes, uint32 | stream, uint32 | header, JSON | payloads of header["tensors"] = [[dtype, shape], ..]
-    magic "EPFp" | bytes, uint32        | stream, uint32 | so many bytes of the payloads of the message of that stream
+    magic "EPSp" | bytes, uint32 | stream, uint32 | so many bytes of the payloads of the message of that stream
 
-A message up to 1 MiB is one frame, of stream 0. The payloads of a larger one follow its header in pieces, with
-small messages and other streams' pieces between them: a large batch never holds up a small one for more than a piece.
+A message up to 1 MiB is one frame of stream 0 (link/wire.py). The payloads of a larger one follow its frame in pieces, with small
+messages and other streams' pieces between them. A large batch therefore holds up a small one for one piece at most.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .values import DTYPES, plain
+from epserve.link.wire import DTYPES, PREFIX, WireError, encode
 
-MAGIC, PIECE = b"EPF2", b"EPFp"
-PREFIX = struct.Struct("!4sII")
+from .values import plain
+
+PIECE = b"EPSp"
 PIECE_BYTES = 1 << 20
-"""A message above it goes in pieces of so many bytes: 0.8 ms of a network of 10 Gbit/s. Smaller ones would cost the two processes
-more than they save: each piece is some calls of the system on both sides."""
+"""Size of a piece: 0.8 ms of a network of 10 Gbit/s. A larger message goes in pieces. Smaller pieces would cost the two processes
+more than they save, since each piece takes some system calls on both sides."""
 SMALL_TURN_BYTES = 4 << 20
-"""Of small messages between two pieces of large ones, at most: a flood of small ones leaves large ones a fifth of the way."""
+"""Most bytes of small messages between two pieces of large ones. A flood of small ones leaves large ones a fifth of the way."""
 
 
-class JoinError(ConnectionError):
-    """The other side closed, is not who it should be, or sent what is no frame."""
+class JoinError(WireError):
+    """The other side closed the connection, does not know the secret, or sent bytes that are no frame."""
 
 
 Make = Callable[[int], Any]
-"""Number of bytes -> a writable buffer of them, at least."""
+"""Number of bytes -> a writable buffer of at least as many."""
 Part = bytes | memoryview
 
 
@@ -49,7 +47,7 @@ class Large:
         self.stream, self.left = stream, deque(payloads)
 
     def cut(self) -> list[Part]:
-        """The next piece; `left` is empty after the last."""
+        """Returns the next piece. `left` is empty after the last one."""
         payload = self.left.popleft()
         if len(payload) > PIECE_BYTES:
             self.left.appendleft(payload[PIECE_BYTES:])
@@ -58,7 +56,7 @@ class Large:
 
 
 class Outbox:
-    """What goes out, and in which order: small messages in theirs, pieces of large ones in turns between them."""
+    """Orders outgoing frames: small messages in their order, and between them pieces of large ones in turns."""
 
     def __init__(self) -> None:
         self._small: deque[tuple[list[Part], Large | None]] = deque()
@@ -67,19 +65,17 @@ class Outbox:
         self._since_piece = 0
 
     def add(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Large | None:
-        """The message, if it is a large one: for `drop`."""
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        payloads = [_bytes(tensor.contiguous()) for tensor in tensors if tensor.numel()]
-        large, whole = None, {**header, "tensors": shapes}
-        if sum(map(len, payloads)) > PIECE_BYTES:
-            large, payloads = Large(next(self._streams), payloads), []
-        text = json.dumps(whole, separators=(",", ":"), default=plain).encode()
-        parts: list[Part] = [PREFIX.pack(MAGIC, len(text), large.stream if large is not None else 0) + text, *payloads]
-        self._small.append((parts, large))
+        """Returns the message if it is a large one, for `drop`."""
+        in_pieces = sum(tensor.nbytes for tensor in tensors) > PIECE_BYTES
+        stream = next(self._streams) if in_pieces else 0
+        whole = [tensor.contiguous() for tensor in tensors]
+        head, *payloads = encode(header, whole, stream=stream, default=plain)
+        large = Large(stream, [memoryview(payload) for payload in payloads]) if in_pieces else None
+        self._small.append(([head] if in_pieces else [head, *payloads], large))
         return large
 
     def drop(self, large: Large | None) -> None:
-        """Nobody wants the rest of it. What is out already may be all of it."""
+        """Drops the rest of a message that has become useless. Perhaps all of it is out already."""
         if large is not None and large.left:
             large.left.clear()
             with contextlib.suppress(ValueError):
@@ -88,11 +84,11 @@ class Outbox:
 
     @property
     def in_pieces(self) -> bool:
-        """A large message is on its way."""
+        """Whether a large message is on its way."""
         return bool(self._large)
 
     def next(self) -> list[Part] | None:
-        """Parts of one frame, one after the other; None: there is nothing now."""
+        """Returns the parts of the next frame, or None when there is none now."""
         if self._small and (not self._large or self._since_piece < SMALL_TURN_BYTES):
             parts, large = self._small.popleft()
             self._since_piece += sum(map(len, parts))
@@ -110,7 +106,7 @@ class Outbox:
 
 
 class Arriving:
-    """Payloads that come in pieces. `buffers` is None where they are passed over."""
+    """Receives payloads in pieces. Without `make` it passes them over."""
 
     def __init__(self, header: dict[str, Any], described: list[Any], make: Make | None):
         self.header, self._described = header, described
@@ -123,7 +119,7 @@ class Arriving:
         return self._buffers is not None
 
     def room(self, size: int) -> memoryview:
-        """Where the next `size` bytes go. Raises JoinError when they go beyond a payload's end."""
+        """Returns the place of the next `size` bytes. Raises JoinError when they go beyond a payload's end."""
         if not self._sizes or size > self._sizes[0]:
             raise JoinError(
                 f"a piece of {size} bytes, {self._sizes[0] if self._sizes else 0} are missing of its payload"
@@ -149,7 +145,7 @@ class Arriving:
 
 
 def described(header: Mapping[str, Any]) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
-    """dtype, shape and bytes of each payload. Raises JoinError."""
+    """Returns dtype, shape and bytes of each payload. Raises JoinError."""
     try:
         found = [(DTYPES[name], tuple(int(size) for size in shape)) for name, shape in header["tensors"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -157,10 +153,6 @@ def described(header: Mapping[str, Any]) -> list[tuple[torch.dtype, tuple[int, .
     if any(size < 0 for _, shape in found for size in shape):
         raise JoinError("tensors with a negative size")
     return [(dtype, shape, math.prod(shape) * dtype.itemsize) for dtype, shape in found]
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _view(buffer: Any, nbytes: int) -> memoryview:

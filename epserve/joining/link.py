@@ -1,14 +1,13 @@
-"""A connection between a front end that has joined and the process that orders the steps. No pickle, no Ray, no gRPC.
+"""A connection between a joined front end and the process that orders the steps. No pickle, no Ray, no gRPC.
 
-Both sides prove that they know the secret (link/greeting.py). Nothing is encrypted, as between front end and ranks. What goes
-over it: `join_frames`.
+Both sides prove that they know the secret (link/greeting.py). The bytes are not encrypted, like those between front end and
+ranks. `frames` has their format.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import time
 from collections import deque
@@ -18,54 +17,53 @@ from typing import Any, Protocol
 import torch
 
 from epserve.errors import ConfigError
+from epserve.link import wire
+from epserve.link.door import settle
 from epserve.link.greeting import HANDSHAKE_S, MAX_GREETING, Greeting, Stranger
+from epserve.link.wire import MAGIC, PREFIX
 
-from .frames import MAGIC, PIECE, PIECE_BYTES, PREFIX, Arriving, JoinError, Large, Make, Outbox, Part, described
+from .frames import PIECE, PIECE_BYTES, Arriving, JoinError, Large, Make, Outbox, Part, described
 from .values import made
 
 MAX_HEADER = 16 << 20
 """The status of a large model names each layer's experts."""
-SOCKET_BUFFER = 4 << 20
 BEAT_S = 1.0
 SILENCE_S = 10.0
-"""A side that has not been heard of for so long is taken for gone: a host that vanished closes no connection."""
-VERSION = 3
+"""A side that has been silent for so long counts as gone, since a host that vanished closes no connection."""
+VERSION = 4
 
 
 class Receiver(Protocol):
-    """Who gets the messages of a link, in the loop's thread. What these raise ends the connection."""
+    """Gets the messages of a link, in the loop's thread. An exception ends the connection."""
 
     def arriving(self, header: dict[str, Any], nbytes: int) -> Make | None:
-        """A message with payloads begins. What makes room for them; None: they are passed over, and `arrived` is not called."""
+        """A message with payloads begins. Returns the maker of their room. None: they are passed over, without `arrived`."""
 
     def arrived(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None: ...
 
     def dropped(self, header: dict[str, Any]) -> None:
-        """The rest of what was `arriving`, and was not passed over, will not come."""
+        """The rest of an `arriving` message, which was not passed over, will not come."""
 
 
 class Link:
-    """One connection. `send` never waits; payloads go out by reference."""
+    """One connection. `send` never waits. Payloads go out by reference."""
 
     def __init__(self, sock: socket.socket):
+        settle(sock)
         sock.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._outbox = Outbox()
         self._more, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
         self._arriving: dict[int, Arriving] = {}
         self._ahead, self._have = memoryview(bytearray(PREFIX.size)), 0
-        """The next frame's prefix, as far as it is here."""
+        """The prefix of the next frame, as far as it has come."""
         self._heard = time.monotonic()
         self._closed = False
-        self._max_header = MAX_GREETING  # of strangers
+        self._max_header = MAX_GREETING  # for strangers
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Large | None:
-        """What `drop` takes, for a message that goes in pieces."""
+        """Queues a message. Returns the argument of `drop` for a message that goes in pieces, else None."""
         if self._closed:
             return None
         large = self._outbox.add(header, tensors)
@@ -74,13 +72,13 @@ class Link:
         return large
 
     def drop(self, sent: Large | None) -> None:
-        """The rest of a message that nobody wants any more need not be sent."""
+        """Drops the rest of a message that has become useless."""
         if not self._closed:
             self._outbox.drop(sent)
             self._more.set()
 
     async def write(self) -> None:
-        """Sends what `send` has queued, until cancelled or the connection ends."""
+        """Sends queued messages until it is cancelled or the connection ends."""
         while True:
             parts = self._outbox.next()
             if parts is None:
@@ -94,7 +92,7 @@ class Link:
                 await asyncio.sleep(0)  # a socket that takes it all would keep others from adding small ones
 
     async def _send(self, parts: Sequence[Part]) -> None:
-        """All of them, with as few calls of the system as it goes."""
+        """Sends all parts in as few system calls as possible."""
         views, loop = deque(memoryview(part) for part in parts if len(part)), asyncio.get_running_loop()
         while views:
             try:
@@ -108,11 +106,11 @@ class Link:
                 views[0] = views[0][count:]
 
     async def sent(self) -> None:
-        """Until all that is queued is out."""
+        """Waits until all queued messages are out."""
         await self._empty.wait()
 
     async def read(self, receiver: Receiver) -> None:
-        """Hands `receiver` what comes, until the connection ends, which raises."""
+        """Hands messages to the receiver until the connection ends. Raises the reason."""
         try:
             while True:
                 await self._frame(receiver)
@@ -163,10 +161,10 @@ class Link:
             del self._arriving[stream]
             if arriving.wanted:
                 receiver.arrived(arriving.header, arriving.tensors())
-        await asyncio.sleep(0)  # what small messages have begun goes on, also where pieces come without a pause
+        await asyncio.sleep(0)  # other tasks go on, also when pieces come without a pause
 
     async def header(self) -> dict[str, Any]:
-        """The next frame's header, of a frame without payloads. Raises JoinError."""
+        """Receives a frame without payloads. Returns its header. Raises JoinError."""
         magic, size, _ = await self._prefix()
         if magic != MAGIC:
             raise JoinError(f"not a message: starts with {magic!r}")
@@ -184,15 +182,15 @@ class Link:
         text = bytearray(size)
         await self.receive(memoryview(text))
         try:
-            header = json.loads(text, object_hook=made)
+            header = wire.parse(text, made)
         except ValueError as error:
             raise JoinError(f"not a header: {error}") from None
-        if not isinstance(header, dict) or not isinstance(header.get("tensors"), list):
+        if not isinstance(header.get("tensors"), list):
             raise JoinError("a header without tensors")
         return header
 
     async def receive(self, view: memoryview, *, frame_ends: bool = False) -> None:
-        """Fills `view`. frame_ends: a prefix follows it, which may be read along."""
+        """Fills `view`. frame_ends: a prefix follows, which may be read in the same call."""
         loop = asyncio.get_running_loop()
         while view:
             try:
@@ -207,18 +205,18 @@ class Link:
             view = view[count:]
 
     async def watch(self) -> None:
-        """Says that this side lives. Raises JoinError when the other one has been silent for too long."""
+        """Sends signs of life. Raises JoinError when the other side has been silent for too long."""
         late = 0
         while True:
             silent = time.monotonic() - self._heard
             late = late + 1 if silent > SILENCE_S else 0
-            if late > 1:  # the first time it may be this process that did not listen
+            if late > 1:  # the first time, this process may not have listened
                 raise JoinError(f"nothing was heard for {silent:.1f} s")
             self.send({"kind": "beat"})
             await asyncio.sleep(BEAT_S)
 
     async def serve(self, receiver: Receiver) -> None:
-        """Reads, writes and watches until one of them ends. Raises why; closes the connection."""
+        """Reads, writes and watches until one of them ends. Closes the connection and raises the reason."""
         tasks = [asyncio.ensure_future(each) for each in (self.read(receiver), self.write(), self.watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -232,7 +230,7 @@ class Link:
             self.close()
 
     def hang_up(self) -> None:
-        """What reads or writes here ends, and then closes the connection."""
+        """Ends reading and writing, which then closes the connection."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -242,7 +240,7 @@ class Link:
         self._sock.close()
 
     async def greet(self, secret: bytes, *, joining: bool) -> None:
-        """Raises ConnectionError for a stranger. The same call on both sides."""
+        """Greets the other side, which makes the same call. Raises ConnectionError for a stranger."""
         greeting = Greeting(secret, protocol="join", version=VERSION, connecting=joining)
         async with asyncio.timeout(HANDSHAKE_S):
             await self._say(greeting.hello())
@@ -258,12 +256,12 @@ class Link:
             self._max_header = MAX_HEADER
 
     async def _say(self, header: Mapping[str, Any]) -> None:
-        text = json.dumps({**header, "tensors": []}).encode()
-        await asyncio.get_running_loop().sock_sendall(self._sock, PREFIX.pack(MAGIC, len(text), 0) + text)
+        (frame,) = wire.encode(header, [])
+        await asyncio.get_running_loop().sock_sendall(self._sock, frame)
 
 
 async def _ready(sock: socket.socket, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
-    """Until the socket can be read, or written."""
+    """Waits until the socket can be read, or written."""
     ready = asyncio.get_running_loop().create_future()
     number = sock.fileno()
     if number < 0:
@@ -284,7 +282,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def connect(address: str) -> socket.socket:
-    """Blocks. Raises OSError, or ConfigError for what is no address."""
+    """Connects, and blocks meanwhile. Raises OSError, or ConfigError for text that is no address."""
     if address.startswith("unix:@"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -10,16 +10,11 @@ from dataclasses import asdict, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from epserve import errors
 from epserve.engine.records import StepRecord
 from epserve.errors import EpserveError, InternalError
+from epserve.link.wire import DTYPES, NAMES
 from epserve.modular_kernel import Activation, GateSpec
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float32, torch.float16, torch.bfloat16, torch.int32,
-)}  # fmt: skip
 
 
 def error_as_json(error: BaseException) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
     names = "family", "name", "hidden", "intermediate", "num_experts", "top_k", "shared_intermediate", "fingerprint"
     return {
         **{name: getattr(info, name) for name in names},
-        "dtype": str(info.dtype).removeprefix("torch."),
+        "dtype": NAMES[info.dtype],
         "activation": asdict(info.activation),
         "gate": asdict(info.gate),
         "quantisation": info.quant.scheme,

@@ -23,7 +23,7 @@ from .greeting import HANDSHAKE_S, MAX_GREETING, MOST_GREETED, Greeting
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 SOCKET_BUFFER = 4 << 20  # bytes; the kernel caps it. Fewer wake-ups for a shard of a few MB
 PAUSE_S = 0.05  # before another attempt where the system is short of something
 
@@ -43,7 +43,7 @@ class LinkAddress:
         end = time.monotonic() + (HANDSHAKE_S if timeout_s is None else timeout_s)
         sock = self._reach(end)
         try:
-            _settle(sock)
+            settle(sock)
             _greet(sock, self, end, connecting=True)
         except BaseException:
             sock.close()
@@ -121,7 +121,7 @@ class Door:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            _settle(sock)
+            settle(sock)
             _greet(sock, self.address, time.monotonic() + HANDSHAKE_S, connecting=False)
         except (OSError, ValueError) as error:
             log.debug("a connection ended in its greeting: %s", error)
@@ -150,8 +150,8 @@ def _greet(sock: socket.socket, address: LinkAddress, end: float, *, connecting:
     sock.settimeout(HANDSHAKE_S)
 
 
-def _settle(sock: socket.socket) -> None:
-    """Large buffers, and small frames go out at once."""
+def settle(sock: socket.socket) -> None:
+    """Gives a connection large buffers, lets small frames go out at once, and sets the timeout of the greeting."""
     sock.settimeout(HANDSHAKE_S)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)

@@ -1,7 +1,9 @@
-"""Frames between the engine and a rank: a short JSON header, then the raw bytes of tensors. No pickle.
+"""Frames between engine, ranks and joined front ends: a short JSON header, then the raw bytes of tensors. No pickle.
 
-magic "EPS1" | header bytes, uint32 | header | payloads of header["tensors"] = [[dtype, shape], ...] in order
-A tensor that lies in shared memory is [dtype, shape, byte offset] and has no payload.
+magic "EPS2" | header bytes, uint32 | stream, uint32 | header | payloads of header["tensors"] = [[dtype, shape], ...] in order
+
+A tensor that lies in shared memory is [dtype, shape, byte offset] and has no payload. In a stream other than 0 the payloads
+follow in pieces (joining/frames.py). Links to ranks have no streams.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .shm import Window
 
-MAGIC = b"EPS1"
-PREFIX = struct.Struct("!4sI")
+MAGIC = b"EPS2"
+PREFIX = struct.Struct("!4sII")
 MAX_HEADER = 1 << 20
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8,
@@ -29,11 +31,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WireError(ConnectionError):
-    """The other side closed, or what it sent is no frame."""
+    """The other side closed the connection, or sent bytes that are no frame."""
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared."""
+    """Returns the bytes of a contiguous CPU tensor without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -42,31 +44,41 @@ def describe(tensor: torch.Tensor) -> list[Any]:
 
 
 def encode(
-    header: dict[str, Any], tensors: Sequence[torch.Tensor], offsets: Sequence[int | None] = ()
+    header: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int | None] = (),
+    *,
+    stream: int = 0,
+    default: Callable[[Any], Any] | None = None,
 ) -> list[bytes | memoryview]:
-    """The parts of a frame, payloads by reference: the tensors must stay as they are until they are sent.
+    """Returns the parts of a frame: prefix and header, then payloads by reference. Tensors must not change until they are sent.
 
-    offsets: where each lies in shared memory; None: its bytes are part of the frame.
+    Args:
+        header: any JSON object.
+        tensors: contiguous CPU tensors.
+        offsets: place of each tensor in shared memory. None: its bytes are part of the frame.
+        stream: 0: the payloads are part of the frame. Otherwise the caller sends them in pieces.
+        default: turns objects that JSON lacks into objects that it has.
     """
     where = offsets or (None,) * len(tensors)
     described = [
         describe(tensor) if at is None else [*describe(tensor), at] for tensor, at in zip(tensors, where, strict=True)
     ]
-    text = json.dumps({**header, "tensors": described}, separators=(",", ":")).encode()
+    text = json.dumps({**header, "tensors": described}, separators=(",", ":"), default=default).encode()
     sent = [tensor for tensor, at in zip(tensors, where, strict=True) if at is None and tensor.numel()]
-    return [PREFIX.pack(MAGIC, len(text)) + text, *map(as_bytes, sent)]
+    return [PREFIX.pack(MAGIC, len(text), stream) + text, *map(as_bytes, sent)]
 
 
 def header_size(prefix: bytes | bytearray, most: int = MAX_HEADER) -> int:
-    magic, size = PREFIX.unpack(prefix)
-    if magic != MAGIC or size > most:
+    magic, size, stream = PREFIX.unpack(prefix)
+    if magic != MAGIC or size > most or stream:
         raise WireError(f"not a frame: starts with {bytes(prefix)!r}")
     return size
 
 
-def parse(text: bytes | bytearray) -> dict[str, Any]:
-    """Raises ValueError for what is no JSON object."""
-    header = json.loads(text)
+def parse(text: bytes | bytearray, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """Returns a frame's header. Raises ValueError for text that is no JSON object. hook: gets each object (json.loads)."""
+    header = json.loads(text, object_hook=hook)
     if not isinstance(header, dict):
         raise ValueError(f"a frame's header is {type(header).__name__}")
     return header
@@ -76,7 +88,7 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
 
 
 def receive_exactly(sock: socket.socket, view: memoryview, until: float | None = None) -> None:
-    """until: by time.monotonic(), for all of it. None: the socket's own timeout holds for each part."""
+    """Fills the view. until: deadline for all of it, by time.monotonic(). None: the socket's own timeout holds for each part."""
     while view:
         if until is not None:
             sock.settimeout(max(until - time.monotonic(), 1e-3))
@@ -97,7 +109,7 @@ def receive_header(sock: socket.socket, *, most: int = MAX_HEADER, until: float 
 def receive(
     sock: socket.socket, window: Window | None = None, *, pin: bool = False
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """pin: what comes over the socket lands in pinned memory, which torch keeps for the next time."""
+    """Receives a frame. pin: tensors that come over the socket land in pinned memory, which torch keeps for the next time."""
     header = receive_header(sock)
     tensors = []
     for dtype, shape, *at in header["tensors"]:
@@ -128,7 +140,7 @@ def send_with_descriptor(sock: socket.socket, header: dict[str, Any], fd: int) -
 
 
 def receive_with_descriptor(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """A frame without tensors, and the first descriptor that came with it. Any further one is closed."""
+    """Receives a frame without tensors and the first descriptor that came with it. Closes any further one."""
     if sock.family != socket.AF_UNIX:
         return receive_header(sock), None
     space = socket.CMSG_SPACE(4 * array.array("i").itemsize)

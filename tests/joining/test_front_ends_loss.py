@@ -16,6 +16,7 @@ from epserve.joining import frames as join_frames
 from epserve.joining import link as join_link
 from epserve.joining.port import JoinPort
 from epserve.joining.remote import RemoteEngine
+from epserve.link import wire
 from epserve.link.greeting import MOST_GREETED
 from tests.support.fake_engine import FakeEngine, serving
 from tests.support.front_ends import ONCE, SECRET, batch, joining, ordering
@@ -38,10 +39,10 @@ class TestStrangers:
         "said",
         [
             b"GET / HTTP/1.1\r\n\r\n",
-            join_frames.PREFIX.pack(join_frames.MAGIC, 1 << 30, 0),
-            join_frames.PREFIX.pack(join_frames.MAGIC, 2, 0) + b"[]",
-            join_frames.PREFIX.pack(join_frames.MAGIC, 9, 0) + b"\xff" * 9,
-            join_frames.PREFIX.pack(join_frames.MAGIC, 44, 0) + b'{"kind":"hello","version":0,"tensors":[]}   ',
+            wire.PREFIX.pack(wire.MAGIC, 1 << 30, 0),
+            wire.PREFIX.pack(wire.MAGIC, 2, 0) + b"[]",
+            wire.PREFIX.pack(wire.MAGIC, 9, 0) + b"\xff" * 9,
+            wire.PREFIX.pack(wire.MAGIC, 44, 0) + b'{"kind":"hello","version":0,"tensors":[]}   ',
             b"",
         ],
     )
@@ -74,7 +75,7 @@ class TestStrangers:
             await link.greet(SECRET, joining=True)
             text = json.dumps({"tensors": [["float32", [1, 32]]], **header}).encode()
             await asyncio.get_running_loop().sock_sendall(
-                link._sock, join_frames.PREFIX.pack(join_frames.MAGIC, len(text), 0) + text + bytes(128)
+                link._sock, wire.PREFIX.pack(wire.MAGIC, len(text), 0) + text + bytes(128)
             )
             with pytest.raises((join_frames.JoinError, OSError)):
                 await asyncio.wait_for(self.listen(link), 5)

@@ -27,7 +27,7 @@ def kinds(outbox: Outbox) -> list[str]:
     found = []
     while (parts := outbox.next()) is not None:
         text = bytes(parts[0])
-        found.append("piece" if text.startswith(b"EPFp") else text.split(b'"kind":"')[1].split(b'"')[0].decode())
+        found.append("piece" if text.startswith(b"EPSp") else text.split(b'"kind":"')[1].split(b'"')[0].decode())
     return found
 
 
@@ -73,7 +73,7 @@ class TestOrder:
         outbox = Outbox()
         outbox.add({"kind": "large"}, [rows(4 * PIECE_BYTES)])
         assert b"large" in outbox.next()[0]
-        assert bytes(outbox.next()[0]).startswith(b"EPFp")
+        assert bytes(outbox.next()[0]).startswith(b"EPSp")
         outbox.add({"kind": "small"}, [rows(8192)])
         outbox.add({"kind": "tiny"})
         assert kinds(outbox) == ["small", "tiny", "piece", "piece", "piece"]
@@ -146,9 +146,9 @@ class TestLink:
                 await asyncio.sleep(0)
             link.send({"kind": "small"})
             await link.sent()
-        assert sent[0] == b"EPF2"
+        assert sent[0] == b"EPS2"
         assert sent.index(b"small") <= 4
-        assert sent.count(b"EPFp") == 8
+        assert sent.count(b"EPSp") == 8
 
     async def test_what_finds_no_room_is_passed_over_and_what_is_dropped_is_told(self):
         collector = Collector(refuse=("no room",))
@@ -176,14 +176,14 @@ class TestLink:
     @pytest.mark.parametrize(
         ("frame", "why"),
         [
-            (b"EPFp\0\0\0\4\0\0\0\7" + bytes(4), "of no message"),
-            (b"EPFp\0\0\0\4\0\0\0\1" + bytes(4) + b"EPFp\0\4\0\0\0\0\0\1" + bytes(1 << 18), "beyond|are missing"),
+            (b"EPSp\0\0\0\4\0\0\0\7" + bytes(4), "of no message"),
+            (b"EPSp\0\0\0\4\0\0\0\1" + bytes(4) + b"EPSp\0\4\0\0\0\0\0\1" + bytes(1 << 18), "beyond|are missing"),
         ],
     )
     async def test_pieces_that_make_no_sense_end_the_connection(self, frame, why):
         collector = Collector()
         async with pair(collector) as (link, reading):
-            for part in [b"EPF2\0\0\0\x3c\0\0\0\1" + b'{"kind":"a","tensors":[["int32",[65536]]]}'.ljust(60), frame]:
+            for part in [b"EPS2\0\0\0\x3c\0\0\0\1" + b'{"kind":"a","tensors":[["int32",[65536]]]}'.ljust(60), frame]:
                 await asyncio.get_running_loop().sock_sendall(link._sock, part)
             with pytest.raises(JoinError, match=why):
                 await reading

@@ -415,7 +415,11 @@ async def test_bytes_of_every_dtype_pass_unchanged():
 
 async def test_a_stranger_is_turned_away_and_the_engine_still_gets_in():
     server = StepServer(lambda header, parts, out: ({"step": header["step"]}, [parts[0]]))
-    for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"EPS1\xff\xff\xff\xff", b"".join(wire.encode({"token": "no"}, []))):
+    for greeting in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"EPS2\xff\xff\xff\xff\0\0\0\0",
+        b"".join(wire.encode({"token": "no"}, [])),
+    ):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(60)
             stranger.connect("\0" + server.address.name)

@@ -96,7 +96,7 @@ def test_junk_of_strangers_changes_nothing_and_groups_form_in_it(server):
     for junk in (
         b"\xff" * 4096,
         b"GET / HTTP/1.1\r\n\r\n",
-        b'EPS1\0\0\0\x2c{"op":"set","keys":["gen7/x"],"value":"////"}',
+        b'EPS2\0\0\0\x2c\0\0\0\0{"op":"set","keys":["gen7/x"],"value":"////"}',
     ):
         with socket.create_connection((host, port), timeout=LIMIT_S) as stranger:
             stranger.sendall(junk)

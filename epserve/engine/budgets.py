@@ -1,8 +1,8 @@
-"""What clients use of their limits, over all front ends of a service.
+"""The use that clients make of their limits, over all front ends of a service.
 
-The process that orders the steps has the truth: each request that a front end sends there brings its claim along, and is
-refused there where the client has used up its limit elsewhere (no message more, and exact for what is served). So that doors
-refuse early, and count what has not gone on yet, each side also tells the other, at most every `REPORT_S`, what it holds.
+The process that orders the steps has the exact numbers. Each request that a front end sends there brings its claim along, and is
+refused there if the client has used up its limit elsewhere. That takes no further message. Each side also reports its own bytes
+to the other side, at most every `REPORT_S`, so that doors refuse early and count requests that have not gone on yet.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from typing import Any
 from epserve.errors import Overloaded
 
 REPORT_S = 0.05
-"""How old a front end's knowledge of the others may be, beside the way of a message."""
+"""Seconds by which a front end's knowledge of the others may be late, beside the time of a message."""
 BUSY_RETRY_S = 0.05
-"""What a client over its bytes is told to wait: about one request's time."""
+"""Wait that a client over its bytes is told: about one request's time."""
 HERE = "here"
-"""Who holds bytes: this process, or a `Peer`."""
+"""This process as the holder of bytes. Other holders are peers."""
 MOST_IDLE = 1000
-"""Clients that use nothing and are still known: a full bucket is worth no memory."""
+"""Number of clients from which idle ones are forgotten. A full bucket is worth no memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a request counts against its client's limits: `nbytes` against `bytes_in_flight` (bytes), its tokens against
-    `tokens_per_s` (model tokens a second). Infinite: no limit."""
+    """A request's use of its client's limits.
+
+    Its `nbytes` count against `bytes_in_flight` (bytes), its tokens against `tokens_per_s` (model tokens a second). Infinity is
+    no limit.
+    """
 
     tokens_per_s: float
     bytes_in_flight: float
@@ -42,7 +45,7 @@ class Claim:
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Claim:
-        """Raises ValueError or TypeError."""
+        """Raises ValueError or TypeError for data that `as_json` does not make."""
         rate, most, nbytes = (math.inf if each is None else float(each) for each in value)
         if not (rate > 0 and most > 0 and 0 <= nbytes < math.inf):
             raise ValueError(f"a claim of {value}")
@@ -50,7 +53,10 @@ class Claim:
 
 
 class _Bucket:
-    """One second's worth of a rate. In seconds of it, so that it keeps its meaning when the rate changes; below 0: debt."""
+    """A bucket with one second's worth of a rate.
+
+    Its level is in seconds of the rate, so that it keeps its meaning when the rate changes. Below 0 it is a debt.
+    """
 
     __slots__ = ("_at", "_level")
 
@@ -68,26 +74,26 @@ class _Bucket:
 
 
 class Budget:
-    """One client's use. Of one event loop."""
+    """One client's use of its limits. All calls come from one event loop."""
 
     def __init__(self, name: str, changed: Callable[[str], None] = lambda name: None):
-        """changed: is called with the name when there is news for other processes."""
+        """changed: is called with the client's name when there is news for other processes."""
         self.name, self._changed = name, changed
         self._own = _Bucket()
-        self._told: _Bucket | None = None  # what the process that orders the steps has, in another one
-        self._held: Counter[Any] = Counter()  # bytes of requests, by holder
-        self._reported: dict[Any, int] = {}  # holder -> bytes at its door, those that it holds here too
+        self._told: _Bucket | None = None  # the bucket of the process that orders the steps, if that is another one
+        self._held: Counter[Any] = Counter()  # holder -> bytes of its requests
+        self._reported: dict[Any, int] = {}  # holder -> bytes at its door, including those that it holds here
 
     @property
     def level(self) -> float:
-        """Of the bucket, in seconds of the rate."""
+        """Returns the level of the bucket, in seconds of the rate."""
         return self._own.level
 
     def held(self, holder: Any = HERE) -> int:
         return self._held.get(holder, 0)
 
     def elsewhere(self, holder: Any = HERE) -> int:
-        """Bytes of all others than `holder`, as far as they are known here."""
+        """Returns the bytes of all other holders, as far as this process knows them."""
         others = {*self._held, *self._reported} - {holder}
         return sum(max(self.held(each), self._reported.get(each, 0)) for each in others)
 
@@ -97,8 +103,10 @@ class Budget:
         return full and not self._held and not self._reported
 
     def spend(self, tokens: int, rate: float) -> None:
-        """Raises Overloaded that says when the client may come again. A request above one second's worth needs a full
-        bucket and leaves a debt."""
+        """Takes tokens from the bucket. A request above one second's worth needs a full bucket and leaves a debt.
+
+        Raises Overloaded with the time after which the client may come again.
+        """
         if rate == math.inf or not tokens:
             return
         cost = tokens / rate
@@ -114,7 +122,7 @@ class Budget:
         self._changed(self.name)
 
     def give_back(self, tokens: int, rate: float) -> None:
-        """For a request that the service refused."""
+        """Gives back the tokens of a request that the service refused."""
         if rate == math.inf or not tokens:
             return
         for bucket in (self._own, self._told):
@@ -123,13 +131,13 @@ class Budget:
         self._changed(self.name)
 
     def hold(self, nbytes: int, limit: float) -> None:
-        """At this process's own door; until `release`. A single request of any size passes. Raises Overloaded."""
+        """Counts bytes at this process's own door until `release`. A single request of any size passes. Raises Overloaded."""
         self._hold(nbytes, limit, HERE, self.held() + self.elsewhere())
 
     def hold_for(self, holder: Any, nbytes: int, limit: float) -> None:
-        """As `hold`, for a request that another front end has sent here: against what is served, not what lies at doors.
+        """Counts bytes of a request that another front end has sent here. Raises Overloaded.
 
-        Else two of them that came at one time would refuse each other.
+        The limit covers requests that are here, not those at doors. Otherwise two simultaneous requests would refuse each other.
         """
         self._hold(nbytes, limit, holder, sum(self._held.values()))
 
@@ -149,10 +157,10 @@ class Budget:
             del self._held[holder]
         self._changed(self.name)
 
-    # What other processes say.
+    # Messages of other processes.
 
     def report(self, holder: Any, nbytes: int) -> None:
-        """Of a front end: what lies at its door and what it has sent on."""
+        """Takes a front end's report: bytes at its door and bytes that it has sent on."""
         if nbytes:
             self._reported[holder] = nbytes
         else:
@@ -160,7 +168,7 @@ class Budget:
         self._changed(self.name)
 
     def told(self, holder: Any, nbytes: int, level: float) -> None:
-        """Of the process that orders the steps: what all others hold, and how full the bucket is."""
+        """Takes the report of the process that orders the steps: bytes of all other holders, and the level of its bucket."""
         self._told = _Bucket(min(level, 1.0)) if level < 1.0 else None
         if nbytes:
             self._reported[holder] = nbytes
@@ -168,14 +176,14 @@ class Budget:
             self._reported.pop(holder, None)
 
     def forget(self, holder: Any) -> None:
-        """It is gone, and what it said counts no more."""
+        """Forgets a holder that is gone, with its reports."""
         self._told = None
         if self._reported.pop(holder, None) is not None:
             self._changed(self.name)
 
 
 class Budgets:
-    """Of all clients that have limits, by name."""
+    """The budgets of all clients that have limits, by name."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Budget] = {}
@@ -189,7 +197,7 @@ class Budgets:
         return self._by_name[name]
 
     def watch(self, watcher: Callable[[str], None]) -> Callable[[], None]:
-        """`watcher(name)` after each change; what ends that."""
+        """Calls `watcher(name)` after each change. Returns the function that ends that."""
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 

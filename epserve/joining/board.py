@@ -1,7 +1,7 @@
-"""What front ends of one host let each other know: entries that one of them posts and all of them then have.
+"""The board of the front ends of one host: one of them posts an entry, and all of them then have it.
 
-Posts go to the process that orders the steps, which passes them on to those of the same place; it may be elsewhere itself.
-An entry lives as long as the connection of whoever posted it.
+Posts go to the process that orders the steps. It may be elsewhere, and passes them on to the front ends of the same place. An
+entry lives as long as the connection of its poster.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from epserve.process.boot import boot_id
 log = logging.getLogger(__name__)
 
 POST_S = 2.0
-"""How long a post waits for those that have not taken it yet."""
+"""Seconds that a post waits for front ends that have not taken it yet."""
 KINDS = ("post", "posted", "remove", "used")
 Value = dict[str, Any]
 
 
 def this_place() -> str:
-    """Equal for processes that see the same shared memory: one boot of one kernel, and one mount of /dev/shm."""
+    """Returns the name of this place. It is equal for processes with the same boot of one kernel and mount of /dev/shm."""
     try:
         return f"{boot_id()}/{os.stat('/dev/shm').st_dev}"
     except OSError:
@@ -33,12 +33,12 @@ def this_place() -> str:
 
 
 class Neighbour(Protocol):
-    """A process on the other side of a connection. `place`: its own; None: it passes things on, whatever their place."""
+    """A process on the other side of a connection. `place` is its own. None: it passes entries of all places on."""
 
     place: str | None
 
     def ask(self, header: dict[str, Any]) -> asyncio.Future[Any]:
-        """The other side's answer. What `tell` says later arrives later."""
+        """Sends a message. The future gets the other side's answer. A later `tell` arrives later."""
 
     def tell(self, header: dict[str, Any]) -> None: ...
 
@@ -48,12 +48,12 @@ class _Entry:
     value: Value
     place: str
     source: Neighbour | None
-    """Whose connection it lives with; None: posted here."""
+    """The neighbour with whose connection it lives. None: it was posted here."""
 
 
 @dataclass(slots=True)
 class Handlers:
-    """What the owner of the entries does when others have posted, removed or used some."""
+    """Callbacks of the owner of the entries, for entries that others have posted, removed or used."""
 
     posted: Callable[[str, Value], None] = lambda key, value: None
     removed: Callable[[str], None] = lambda key: None
@@ -62,7 +62,7 @@ class Handlers:
 
 @dataclass(slots=True)
 class Board:
-    """One in each process; the same class at both ends of a connection."""
+    """The board of one process. Both ends of a connection have this class."""
 
     place: str = field(default_factory=this_place)
     on: Handlers = field(default_factory=Handlers)
@@ -71,36 +71,36 @@ class Board:
     _neighbours: list[Neighbour] = field(default_factory=list)
 
     def subscribe(self, handlers: Handlers) -> None:
-        """`posted` is called for what is there already, too."""
+        """Sets the callbacks, and calls `posted` for all present entries."""
         self.on = handlers
         for (place, key), entry in list(self._entries.items()):
             if entry.source is not None and place == self.place:
                 handlers.posted(key, entry.value)
 
     async def post(self, key: str, value: Value) -> bool:
-        """Returns when all others of this place have it, or after `POST_S`. False: somebody posted that key before."""
+        """Posts an entry. Returns when all others of this place have it, or after `POST_S`. False: the key was posted before."""
         return await self._post(self.place, key, value, None)
 
     def remove(self, key: str) -> None:
-        """Whoever posted it."""
+        """Removes an entry of any poster."""
         self._remove(self.place, key, None)
 
     def use(self, keys: Iterable[str]) -> None:
-        """Tells the others that these are in use."""
+        """Tells the others that these entries are in use."""
         if known := [key for key in keys if (self.place, key) in self._entries]:
             self._tell(self.place, {"kind": "used", "place": self.place, "keys": known}, None)
 
-    # Of connections.
+    # Calls of connections.
 
     def joined(self, neighbour: Neighbour) -> None:
-        """It is told all entries that it may want. This side's own count from here on as posted there."""
+        """Adds a neighbour and tells it all entries of its place."""
         self._neighbours.append(neighbour)
         for (place, key), entry in list(self._entries.items()):
             if entry.source is not neighbour and neighbour.place in (place, None):
                 neighbour.tell({"kind": "post", "place": place, "key": key, "value": entry.value, "call": 0})
 
     def left(self, neighbour: Neighbour) -> None:
-        """What it had posted is removed."""
+        """Forgets a neighbour and removes its entries."""
         if neighbour in self._neighbours:
             self._neighbours.remove(neighbour)
         for (place, key), entry in list(self._entries.items()):
@@ -108,7 +108,7 @@ class Board:
                 self._remove(place, key, neighbour)
 
     async def came(self, neighbour: Neighbour, header: dict[str, Any]) -> bool:
-        """A message of kind post, remove or used. Raises KeyError for what is none."""
+        """Takes a message of kind post, remove or used. Raises KeyError for other messages."""
         kind, place = header["kind"], str(header["place"])
         if kind == "post":
             return await self._post(place, str(header["key"]), header["value"], neighbour)
@@ -130,7 +130,7 @@ class Board:
         header = {"kind": "post", "place": place, "key": key, "value": value}
         asking = [each.ask(header) for each in self._others(place, source)]
         taken = [answer is not False for answer in await asyncio.gather(*(_answer(each, key) for each in asking))]
-        # NOTE: only who passes things on can have one that this process lacks
+        # NOTE: only a neighbour that passes entries on can have one that this process lacks
         if not all(taken) and self._entries.get((place, key)) is entry:
             self._remove(place, key, source)
             return False
@@ -152,7 +152,7 @@ class Board:
 
 
 async def _answer(asked: asyncio.Future[Any], key: str) -> Any:
-    """None where there is none in time: one that is slow or going holds up nobody else."""
+    """Returns the answer, or None when it is late, so that one slow front end does not hold up the others."""
     try:
         async with asyncio.timeout(POST_S):
             return await asked
@@ -162,10 +162,10 @@ async def _answer(asked: asyncio.Future[Any], key: str) -> Any:
 
 
 class LinkNeighbour:
-    """The process on the other side of a link. `close()` when the link has ended."""
+    """The process on the other side of a link. Call `close()` when the link has ended."""
 
     def __init__(self, board: Board, send: Callable[[dict[str, Any]], Any], place: str | None):
-        """send: queues a message. place: see `Neighbour`."""
+        """send: queues a message. place: the place of the other side, as in `Neighbour`."""
         self.place = place
         self._board, self._send = board, send
         self._numbers = itertools.count(1)
@@ -183,13 +183,15 @@ class LinkNeighbour:
         self._send(header)
 
     def came(self, header: dict[str, Any]) -> None:
-        """A message of a kind of `KINDS`. Raises KeyError for one that lacks something."""
+        """Takes a message of a kind of `KINDS`. Raises KeyError for an incomplete one."""
         if header["kind"] == "posted":
             future = self._asked.get(header["call"])
             if future is not None and not future.done():
                 future.set_result(header["value"])
             return
-        task = asyncio.ensure_future(self._answer(header, header["place"]))  # they begin in the order of their making
+        task = asyncio.ensure_future(
+            self._answer(header, header["place"])
+        )  # tasks begin in the order of their creation
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

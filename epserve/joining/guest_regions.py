@@ -1,7 +1,7 @@
-"""GPU memory of the clients of a front end that has joined: opened through the process with the ranks, named by number.
+"""GPU memory of the clients of a joined front end: opened through the process with the ranks, named by number.
 
-`RemoteDeviceRegions` stands for `DeviceRegions` in the front end; `GuestRegions` is what the other process knows of it. The front
-end's regions end with its connection.
+`RemoteDeviceRegions` takes the place of `DeviceRegions` in the front end. `GuestRegions` has one front end's regions in the
+process with the ranks. They end with the connection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epserve.rank.step import RegionRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteDeviceRegion:
-    """As `DeviceRegion`, as far as a front end needs it."""
+    """The part of a `DeviceRegion` that a front end needs."""
 
     number: int
     handle: bytes
@@ -31,7 +31,7 @@ class RemoteDeviceRegion:
 
 
 class RemoteDeviceRegions:
-    """Of one `RemoteEngine`."""
+    """Opens regions for one `RemoteEngine`."""
 
     def __init__(
         self,
@@ -39,7 +39,13 @@ class RemoteDeviceRegions:
         tell: Callable[[dict[str, Any]], object],
         offered: Callable[[], bool],
     ):
-        """change: asks the other process for something; tell: sends it a message. offered: whether it may have such ranks."""
+        """Opens nothing yet.
+
+        Args:
+            change: asks the other process for a change and returns its answer.
+            tell: sends the other process a message.
+            offered: returns whether the other process may have ranks on this host's GPUs.
+        """
         self._change, self._tell, self._offered = change, tell, offered
         self._asking: set[asyncio.Task[Any]] = set()
 
@@ -57,7 +63,7 @@ class RemoteDeviceRegions:
         gpu_uuid: str = "",
         device_id: int | None = None,
     ) -> RemoteDeviceRegion:
-        """Raises as `DeviceRegions.open`."""
+        """Opens a region through the other process. Raises as `DeviceRegions.open`."""
         asked = {
             "handle": handle.hex(), "offset": offset, "size": size, "proof": proof.hex(), "gpu_uuid": gpu_uuid,
             "device_id": device_id,
@@ -83,14 +89,14 @@ class RemoteDeviceRegions:
 
 
 class GuestRegions:
-    """Of one front end, in the process with the ranks."""
+    """Keeps the regions of one front end, in the process with the ranks."""
 
     def __init__(self, ranks: Callable[[], RegionOpener | None], same_host: Callable[[], bool]):
         self._ranks, self._same_host = ranks, same_host
         self._regions: dict[int, tuple[RegionOpener, OpenedRegion]] = {}
 
     async def open(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Raises as `DeviceRegions.open`, KeyError or ValueError for what makes no sense."""
+        """Opens a region. Raises as `DeviceRegions.open`, and KeyError or ValueError for a wrong message."""
         ranks = self._ranks()
         if ranks is None or not self._same_host():
             text = "region: this front end runs on another host than the ranks, whose GPUs its clients cannot share memory of"
@@ -115,7 +121,7 @@ class GuestRegions:
             self.close(number)
 
     def rows(self, value: list[Any] | None) -> RegionRows | None:
-        """Raises InvalidRequest for a region that this front end has not opened over this connection."""
+        """Reads a place of rows. Raises InvalidRequest for a region that this connection has not opened."""
         if value is None:
             return None
         rows = RegionRows.from_json(value)
@@ -126,7 +132,7 @@ class GuestRegions:
 
 
 def as_json(batch: Batch) -> dict[str, Any]:
-    """What a request's header says of rows on a GPU; empty where there are none. Those of a source are not sent."""
+    """Returns a header's entry on rows on a GPU, empty when there are none. Rows of a source are not sent."""
     if batch.region is None:
         return {}
 
@@ -135,5 +141,5 @@ def as_json(batch: Batch) -> dict[str, Any]:
 
 
 def somewhere(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Hidden states, or results, whose values lie on a GPU."""
+    """Returns a tensor without values for hidden states, or results, that lie on a GPU."""
     return torch.empty((rows, hidden), dtype=dtype, device="meta")

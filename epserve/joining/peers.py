@@ -1,4 +1,4 @@
-"""What the front ends of a service share beside the queue: clients' use of their limits, and what lies on their board."""
+"""The state that the front ends of a service share beside the queue: clients' use of their limits, and the board."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .board import Board
 
 
 class Peers:
-    """One in each process that serves clients; its server and its connections to other ones have it in common."""
+    """The shared state in one process that serves clients. Its server and its connections to other processes share it."""
 
     def __init__(self) -> None:
         self.budgets = Budgets()
@@ -20,11 +20,16 @@ class Peers:
 
 
 class UseNews:
-    """Tells one other process what it does not know of clients' use: at most every `REPORT_S`, and only what changed."""
+    """Tells one other process about clients' use: at most every `REPORT_S`, and only changes that it does not know."""
 
     def __init__(self, budgets: Budgets, tell: Callable[[list[list[Any]]], object], holder: Any):
-        """tell: gets [name, bytes, level of the bucket] of some clients. holder: the other one; its own use is no news.
-        HERE: the other one is told what this process holds, and no more."""
+        """Tells the present use, and changes from now on.
+
+        Args:
+            budgets: the budgets of this process.
+            tell: gets [name, bytes, level of the bucket] of some clients.
+            holder: the other process, to which its own use is no news. HERE: it is told the use of this process alone.
+        """
         self._budgets, self._tell, self._holder = budgets, tell, holder
         self._changed: set[str] = set()
         self._last: dict[str, list[Any]] = {}

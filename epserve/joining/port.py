@@ -1,4 +1,4 @@
-"""Where other front ends join: their requests go into this process's queue, so that one order of steps remains."""
+"""The port that other front ends join at. Their requests go into this process's queue, so that one order of steps remains."""
 
 from __future__ import annotations
 
@@ -43,11 +43,18 @@ class _Ticket:
 
 
 class JoinPort:
-    """`start()` when the loop runs; `close()` after the engine's drain. `front_ends`: how many are there now."""
+    """Takes joined front ends. `start()` needs a running loop, and `close()` follows the engine's drain."""
 
     def __init__(self, engine: EngineFace, address: str, secret: bytes, *, max_bytes: int, peers: Peers | None = None):
-        """address: host:port (0: `start` puts the one in that the system picked) or unix:@NAME.
-        max_bytes: of all requests that are here at once. peers: this process's server has the same."""
+        """Does not listen yet.
+
+        Args:
+            engine: runs the requests.
+            address: host:port, or unix:@NAME. Port 0: `start` puts in the port that the system picked.
+            secret: known to all front ends.
+            max_bytes: most bytes of all requests that are here at once.
+            peers: the state that this process's server has, too.
+        """
         self.engine, self.address, self.secret, self._max_bytes = engine, address, secret, max_bytes
         self.peers = peers or Peers()
         self._held = 0
@@ -63,7 +70,7 @@ class JoinPort:
         return len(self._guests)
 
     def start(self) -> None:
-        """Raises ConfigError."""
+        """Listens. Raises ConfigError when the address cannot be used."""
         try:
             if self.address.startswith("unix:@"):
                 self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,7 +90,7 @@ class JoinPort:
         self._spawn(self._tell_status())
 
     async def close(self) -> None:
-        """Answers that are on their way still go out, for a moment."""
+        """Closes the port. Answers on their way have a moment to go out."""
         if self._listener is None:
             return
         self._listener.close()
@@ -96,7 +103,7 @@ class JoinPort:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self, nbytes: int) -> Callable[[], None]:
-        """Room for a request; what gives it back. Raises Overloaded."""
+        """Takes room for a request. Returns the function that gives it back. Raises Overloaded."""
         if self._held and self._held + nbytes > self._max_bytes:
             raise Overloaded(
                 f"request of {nbytes} bytes: {self._held} bytes of other front ends' requests are where the steps are"
@@ -144,7 +151,7 @@ class JoinPort:
         try:
             guest.welcome()
             await link.serve(guest)
-        except (JoinError, OSError, ValueError, KeyError, TypeError) as error:  # also what makes no sense in a frame
+        except (JoinError, OSError, ValueError, KeyError, TypeError) as error:  # also for wrong frames
             why = error
         finally:
             self._guests.discard(guest)
@@ -164,7 +171,7 @@ class JoinPort:
             guest.link.send({"kind": "state", "state": state})
 
     def _step_done(self, record: StepRecord) -> None:
-        """To each front end the steps that have its requests, with its requests; before their results."""
+        """Sends each front end the steps that have its requests, before their results."""
         now = time.monotonic()
         parts: dict[_Guest, list[list[Any]]] = {}
         for part in record.parts:
@@ -181,7 +188,7 @@ class JoinPort:
 
 
 class _Guest:
-    """One front end that has joined: the receiver of its link. Its end is the end of its requests, and of nobody else's."""
+    """One joined front end: the receiver of its link. Its requests end with it."""
 
     def __init__(self, port: JoinPort, link: Link):
         self._port, self.link = port, link
@@ -204,7 +211,7 @@ class _Guest:
         self._news = UseNews(budgets, lambda news: self.link.send({"kind": "use", "clients": news}), self)
 
     def arriving(self, header: dict[str, Any], nbytes: int) -> Make | None:
-        """A request has room before its bytes are read, or is refused."""
+        """Finds room for a request before its bytes are read, or refuses it."""
         if header.get("kind") != "forward":
             raise JoinError(f"a frame of kind {header.get('kind')!r} with tensors")
         call = header["call"]
@@ -250,7 +257,7 @@ class _Guest:
         self._port.peers.board.joined(self._neighbour)
 
     def _take(self, header: dict[str, Any], nbytes: int) -> Callable[[], None]:
-        """Room for a request here and within its client's limits; what gives both back. Raises Overloaded."""
+        """Takes room here and in the client's limits. Returns the function that gives both back. Raises Overloaded."""
         give_back = self._port.take(nbytes)
         if (claimed := header.get("claim")) is None:
             return give_back
@@ -273,7 +280,7 @@ class _Guest:
         return give_all_back
 
     async def finish(self) -> None:
-        """Until every request is answered and the answers are out."""
+        """Waits until every request is answered and the answers are out."""
         while self._running:
             await asyncio.wait(list(self._running.values()))
         await self.link.sent()
@@ -352,7 +359,7 @@ class _Guest:
             answer = await self._engine.answer(batch)
         except Exception as error:
             refused = isinstance(error, EpserveError) and error.retryable
-            if batch.claim is not None and refused:  # work that was refused costs nothing
+            if batch.claim is not None and refused:  # refused work is free
                 self._port.peers.budgets.of(batch.client).give_back(batch.num_tokens, batch.claim.tokens_per_s)
             self._fail(call, error)
         else:
@@ -361,7 +368,7 @@ class _Guest:
             self.link.send({"kind": "result", "call": call, **told}, values)
 
     async def _change(self, call: int, header: dict[str, Any]) -> None:
-        """What somebody asked of the front end, which has checked that he may."""
+        """Carries out a change that a caller has asked of the front end, which has checked the caller's rights."""
         try:
             what: Any = self._regions.open
             if header["what"] != "open_region":
@@ -380,5 +387,5 @@ class _Guest:
 
 
 def _tokens(header: dict[str, Any]) -> int:
-    """Rows of the first tensor, or those on a GPU."""
+    """Returns the number of rows of the first tensor, or of rows on a GPU."""
     return int(header["device"]["rows"]) if header.get("device") else int(header["tensors"][0][1][0])

@@ -1,4 +1,4 @@
-"""An engine whose ranks and queue are another process's: what a front end talks to that has joined. No Ray."""
+"""The engine of a joined front end: its ranks and its queue are those of another process. No Ray."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .peers import Peers, UseNews
 log = logging.getLogger(__name__)
 
 RETRY_S = (0.1, 2.0)
-"""Waits between attempts to join again: they double from the first to the last."""
+"""Pauses between attempts to join again. They double from the first to the last."""
 LATE_S = 1.0
-"""How long after a deadline the other process's own answer is waited for: it knows where the time went."""
+"""Seconds after a deadline in which the other process may still answer, since it knows the cause of the delay."""
 CHANGE_TIMEOUT_S = 600.0
 
 
@@ -67,9 +67,9 @@ class RemoteEngine(EngineFace):
 
     @classmethod
     async def join(cls, address: str, secret: bytes, *, timeout_s: float, peers: Peers | None = None) -> RemoteEngine:
-        """Raises ConfigError that says what was wrong last when there is no joining within `timeout_s`.
+        """Joins the process at `address`. Raises ConfigError with the last error when that fails for `timeout_s` seconds.
 
-        peers: this process's server has the same.
+        peers: the state that this process's server has, too.
         """
         engine = cls(address, secret, peers)
         engine._staying = asyncio.ensure_future(engine._stay())
@@ -95,14 +95,14 @@ class RemoteEngine(EngineFace):
         return self._state
 
     def status(self) -> Any:
-        """At most some seconds old."""
+        """Returns the other engine's status, some seconds old at most."""
         return SimpleNamespace(**{**vars(self._status), "state": self._state})
 
     def on_state_change(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
 
     def on_step(self, callback: Callable[[StepRecord], None]) -> None:
-        """Of steps that have requests of this front end; the record's parts are those."""
+        """Calls back for steps that have requests of this front end. The record's parts are those requests."""
         self._step_callbacks.append(callback)
 
     async def answer(self, batch: Batch) -> Answer:
@@ -140,12 +140,12 @@ class RemoteEngine(EngineFace):
             self.ended.exception()  # seen
 
     def _tell(self, header: dict[str, Any]) -> None:
-        """Lost with the connection, as what it would be about."""
+        """Sends a message. Its loss with the connection does no harm, since the subject is lost too."""
         if self._link is not None:
             self._link.send(header)
 
     def _shares_gpus(self) -> bool:
-        """Whether the ranks may be on this host and on GPUs; the other process knows for certain."""
+        """Returns whether the ranks may be on this host and on GPUs. Only the other process knows."""
         return self._address.startswith("unix:") and any(rank.gpu_uuid for rank in self._status.ranks)
 
     async def _change(self, what: str, *args: Any) -> Any:
@@ -167,8 +167,8 @@ class RemoteEngine(EngineFace):
                 f"no answer from {self._address}, which orders the steps, before the deadline"
             ) from None
         finally:
-            link.drop(sent)  # what was refused or given up on its way
-            if self._calls.pop(number, None) is not None:  # nobody waits for its answer any more
+            link.drop(sent)  # in case it was refused or given up on its way
+            if self._calls.pop(number, None) is not None:  # the caller no longer waits for the answer
                 link.send({"kind": "cancel", "call": number})
 
     def _unreachable(self) -> NotReady:
@@ -177,7 +177,7 @@ class RemoteEngine(EngineFace):
         )
 
     async def _stay(self) -> None:
-        """Joined, or trying to be."""
+        """Joins, and joins again whenever the connection has ended."""
         wait = RETRY_S[0]
         while True:
             started = time.monotonic()
@@ -198,7 +198,7 @@ class RemoteEngine(EngineFace):
             await asyncio.sleep(wait)
 
     async def _once(self) -> None:
-        """Until the connection ends, which raises."""
+        """Runs one connection until it ends. Raises the reason."""
         link = Link(await asyncio.to_thread(connect, self._address))
         receiver = _Receiver(self, link)
         try:
@@ -208,7 +208,7 @@ class RemoteEngine(EngineFace):
             link.close()
             receiver.close()
 
-    # What comes over the connection.
+    # Messages of the other process.
 
     def welcome(self, link: Link, header: dict[str, Any]) -> None:
         info = joined.model_from_json(header["model"])
@@ -224,7 +224,7 @@ class RemoteEngine(EngineFace):
         self._status = status
 
     def expects(self, header: dict[str, Any]) -> bool:
-        """Somebody waits for what begins to arrive."""
+        """Returns whether a call waits for the message that begins to arrive."""
         return header.get("call") in self._calls
 
     def answered(self, header: dict[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -262,7 +262,7 @@ class RemoteEngine(EngineFace):
         for callback in self._step_callbacks:
             try:
                 callback(record)
-            except Exception:  # whoever watches must not end the connection
+            except Exception:  # a listener's defect must not end the connection
                 log.exception("a step listener failed")
 
     def _fail_all(self, error: EpserveError) -> None:
@@ -284,7 +284,7 @@ class RemoteEngine(EngineFace):
 
 
 def _elsewhere(batch: Batch | None) -> torch.Tensor:
-    """The result of a request that wants it on a GPU."""
+    """Returns the result of a request that wants it on a GPU."""
     if batch is None or batch.target is None:
         raise JoinError("a result without values")
     rows, hidden = batch.hidden.shape
@@ -292,7 +292,7 @@ def _elsewhere(batch: Batch | None) -> torch.Tensor:
 
 
 class _Receiver:
-    """Of one connection to the process that orders the steps."""
+    """Receives the messages of one connection to the process that orders the steps."""
 
     def __init__(self, engine: RemoteEngine, link: Link):
         self._engine, self._link = engine, link
@@ -333,7 +333,7 @@ class _Receiver:
         peers.board.joined(self._neighbour)
 
     def close(self) -> None:
-        """What the others said counts no more."""
+        """Forgets the reports of the other processes."""
         if self._news is not None:
             self._news.close()
         self._engine.peers.budgets.forget(self)

@@ -1,6 +1,6 @@
-"""Values that a front end that has joined and the process that orders the steps exchange, as JSON and back.
+"""Values between a joined front end and the process that orders the steps, as JSON and back.
 
-Times are relative (seconds from now, seconds ago): clocks of hosts need not agree.
+Times are relative (seconds from now, seconds ago), since clocks of hosts need not agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from epserve.modular_kernel import Activation, GateSpec
 
 
 def error_as_json(error: BaseException) -> dict[str, Any]:
-    """Defects lose their text: it is in the log of the process that had them."""
+    """Returns an error for the other side. A defect loses its text, which is in the log of its process."""
     if not isinstance(error, EpserveError):
         error = InternalError("internal error; the log of the process that orders the steps has the details")
     known = {
@@ -28,7 +28,7 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(value: Mapping[str, Any]) -> EpserveError:
-    """The same class with the same text, whatever its constructor takes."""
+    """Returns an error of the same class with the same text, without its constructor."""
     cls = getattr(errors, str(value.get("class")), None)
     if not (isinstance(cls, type) and issubclass(cls, EpserveError)):
         cls = InternalError
@@ -41,7 +41,7 @@ def error_from_json(value: Mapping[str, Any]) -> EpserveError:
 
 
 def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
-    """Of a ModelInfo, what a front end shows and checks requests with."""
+    """Returns the fields of a ModelInfo that a front end shows and checks requests with."""
     names = "family", "name", "hidden", "intermediate", "num_experts", "top_k", "shared_intermediate", "fingerprint"
     return {
         **{name: getattr(info, name) for name in names},
@@ -54,7 +54,7 @@ def model_as_json(info: Any, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def model_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
-    """A ModelInfo to read from."""
+    """Returns an object with the same fields as the ModelInfo."""
     read = dict(value)
     read["dtype"] = DTYPES[read["dtype"]]
     read["layers"] = tuple(read["layers"])
@@ -65,7 +65,7 @@ def model_from_json(value: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def record_as_json(record: StepRecord, now: float) -> dict[str, Any]:
-    """Without its parts."""
+    """Returns a record without its parts."""
     return {
         "step": record.step,
         "layer": record.layer,
@@ -81,7 +81,7 @@ OBJECT = "@"
 
 
 def plain(value: Any) -> Any:
-    """Of a dataclass, a namespace or a mapping that is no dict, for JSON; `made` undoes it."""
+    """Returns a dataclass, a namespace or a mapping as plain JSON objects. `made` undoes it."""
     if isinstance(value, Mapping):
         return dict(value)
     names = [each.name for each in fields(value)] if is_dataclass(value) else vars(value)
@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 
 
 def made(value: dict[str, Any]) -> Any:
-    """Objects to read from, and dicts whose keys are numbers where they were: JSON has no others than strings."""
+    """Returns an object for each object of `plain`, and dicts with numbers as keys again, since JSON has only strings."""
     if OBJECT in value:
         return SimpleNamespace(**value[OBJECT])
     return {int(key): each for key, each in value.items()} if value and all(map(str.isdigit, value)) else value

@@ -1,7 +1,7 @@
-"""Where ranks and the engine find each other: listening sockets, and connections whose two sides have greeted each other.
+"""Listening sockets of ranks, and connections whose two sides have greeted each other.
 
-On one node a door is an abstract Unix socket, which leaves no file behind and takes this user's processes only. Elsewhere it
-is TCP. A random secret, which is handed over through Ray, opens it.
+On one node a door is an abstract Unix socket, which leaves no file behind and takes this user's processes only. Between nodes it
+is TCP. A random secret, which goes through Ray, opens it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 SOCKET_BUFFER = 4 << 20  # bytes; the kernel caps it. Fewer wake-ups for a shard of a few MB
-PAUSE_S = 0.05  # before another attempt where the system is short of something
+PAUSE_S = 0.05  # pause before another attempt when the system is short of a resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAddress:
-    """Where a door is. `host` empty: `name` is an abstract Unix socket on this machine. `protocol`: what is spoken there."""
+    """The address of a door. Without `host`, `name` is an abstract Unix socket on this machine. `protocol` names its messages."""
 
     name: str = ""
     host: str = ""
@@ -39,7 +39,7 @@ class LinkAddress:
     protocol: str
 
     def connect(self, timeout_s: float | None = None) -> socket.socket:
-        """A blocking connection that both sides have greeted. Raises OSError, also when that takes longer than HANDSHAKE_S."""
+        """Returns a blocking connection after the greeting. Raises OSError, also when that takes longer than HANDSHAKE_S."""
         end = time.monotonic() + (HANDSHAKE_S if timeout_s is None else timeout_s)
         sock = self._reach(end)
         try:
@@ -59,7 +59,7 @@ class LinkAddress:
                 sock.settimeout(end - time.monotonic())
                 sock.connect("\0" + self.name)
                 return sock
-            except BlockingIOError:  # the listening side has not taken those before yet
+            except BlockingIOError:  # the listening side has not taken earlier connections yet
                 sock.close()
                 if time.monotonic() > end:
                     raise
@@ -70,13 +70,13 @@ class LinkAddress:
 
 
 class Door:
-    """Listens from the start. `enter` gets each greeted connection in a thread of that connection's own, and closes it.
+    """Listens from the start. `enter` gets each greeted connection in the connection's own thread, and closes it.
 
-    Greetings run side by side, so that silent strangers hold nothing up.
+    Greetings run side by side, so that silent strangers hold up no other connection.
     """
 
     def __init__(self, enter: Callable[[socket.socket], None], *, protocol: str, host: str = ""):
-        """host: listen on TCP there. Empty: on an abstract Unix socket."""
+        """host: address of a TCP socket. Empty: an abstract Unix socket."""
         self._enter, self._closed = enter, False
         self._greeted: deque[socket.socket] = deque()
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Door:
         threading.Thread(target=self._accept, name=f"door of {protocol}", daemon=True).start()
 
     def close(self) -> None:
-        """No new connections. Those that have been entered go on."""
+        """Takes no new connections. Entered ones go on."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -160,6 +160,6 @@ def settle(sock: socket.socket) -> None:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """NOTE: its thread closes it. A descriptor that is closed here could be another connection's by then."""
+    """Ends a connection. NOTE: its thread closes it. A descriptor that is closed here could belong to another connection."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as data that crosses processes, and which of several reports is the root cause."""
+"""Failures of ranks as data that crosses processes, and the choice of the root cause among several reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from epserve.errors import BackendFailed, EpserveError, InternalError, RankFailed
 
-# How gloo, NCCL and sockets say "somebody else is gone". A rank that reports one of these is not the culprit.
+# The words of gloo, NCCL and sockets for the loss of another process. A rank that reports one of these is not the culprit.
 CONSEQUENCES = (
     "got no answer from another rank",
     "closed by peer",
@@ -29,7 +29,7 @@ CONSEQUENCES = (
     "another rank is gone",
 )
 
-# What a process does not recover from: every later call on its device fails, too.
+# Errors that a process does not recover from. Every later call on its device fails, too.
 SPOILT = (
     "cuda error",
     "device-side assert",
@@ -42,7 +42,7 @@ SPOILT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One rank's report. `consequence`: another rank's end explains it. `error`: ours, to be raised as it is."""
+    """One rank's report. `consequence`: the loss of another rank explains it. `error`: an EpserveError to raise unchanged."""
 
     rank: int
     phase: str
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def spoilt(self) -> bool:
-        """Whether this rank's process is of no use any more."""
+        """Whether this rank's process is of no further use."""
         return not self.consequence and any(word in self.message.lower() for word in SPOILT)
 
     def as_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class RankLost(RankFailed):
 
 
 def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
-    """An exception on this rank as a report."""
+    """Returns the report of an exception on this rank."""
     step = -1
     if isinstance(error, StepError):
         step, phase, error = error.step, error.phase, error.__cause__ or error
@@ -99,13 +99,13 @@ def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The first report that is no consequence of another one; with none such, the first."""
+    """Returns the first report that is no consequence of another one, or the first of all."""
     ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.rank))
     return ordered[0]
 
 
 class StepError(InternalError):
-    """A step failed on one rank; `__cause__` says why."""
+    """A step failed on one rank. `__cause__` is the reason."""
 
     def __init__(self, rank: int, step: int, phase: str, cause: str):
         super().__init__(f"rank {rank}, step {step}, {phase}: {cause}")

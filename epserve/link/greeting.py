@@ -1,10 +1,10 @@
-"""How two processes prove to each other that they know one secret. It is not sent, and nothing else is read before.
+"""The greeting of two processes: each proves that it knows one secret. The secret is not sent, and nothing is read before.
 
     both        hello: version, 32 fresh random bytes
     connecting  proof: HMAC-SHA256 by the secret over the protocol, the side and both sides' bytes
     listening   proof, after it has checked the other one: strangers learn nothing that depends on the secret
 
-The two kinds of links (wire.py, joining/link.py) put these messages into frames of their own.
+The messages are headers of frames (wire.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 NONCE_BYTES = 32
 MAX_GREETING = 4096
-"""Bytes of a header from a side that has proved nothing yet."""
+"""Most bytes of a header from a side without a proof."""
 HANDSHAKE_S = 10.0
-"""For the whole greeting."""
+"""Seconds for the whole greeting."""
 MOST_GREETED = 64
-"""Connections that have proved nothing yet. One more ends the oldest: a side that knows the secret takes milliseconds."""
+"""Most connections without a proof. One more ends the oldest, since a side that knows the secret takes milliseconds."""
 
 
 class Stranger(ConnectionError):
-    """The other side does not know the secret, or speaks something else."""
+    """The other side does not know the secret, or speaks another protocol."""
 
 
 class Greeting:
@@ -39,7 +39,7 @@ class Greeting:
         return {"kind": "hello", "version": self._version, "nonce": self._mine.hex()}
 
     def hear(self, hello: Mapping[str, Any]) -> None:
-        """Raises Stranger."""
+        """Takes the other side's hello. Raises Stranger."""
         if hello.get("kind") != "hello" or hello.get("version") != self._version:
             raise Stranger(
                 f"the other side speaks version {hello.get('version')} of this protocol, not {self._version}"
@@ -55,12 +55,12 @@ class Greeting:
         return {"kind": "proof", "proof": self._proof(self._connecting)}
 
     def check(self, proof: Mapping[str, Any]) -> None:
-        """Raises Stranger."""
+        """Checks the other side's proof. Raises Stranger."""
         if not hmac.compare_digest(str(proof.get("proof", "")).encode(), self._proof(not self._connecting).encode()):
             raise Stranger("the other side does not know the secret")
 
     def _proof(self, connecting: bool) -> str:
-        """The side is part of it, so that no side can be sent its own proof back."""
+        """Returns a side's proof. The side is part of it, so that no side can be sent its own proof back."""
         mine = (self._mine, self._theirs) if connecting == self._connecting else (self._theirs, self._mine)
         side = "connecting" if connecting else "listening"
         message = f"{self._protocol} {self._version} {side} ".encode() + b"".join(mine)

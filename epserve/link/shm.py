@@ -1,10 +1,10 @@
-"""Memory that the front end and the ranks on its host share. Its bytes are never sent: a frame says where they lie.
+"""Memory that the front end and the ranks on its host share. Its bytes are never sent: a frame has their offset.
 
-The front end makes an `Arena`, one for all ranks: a memory file without a name, so that nothing is left over however a process
-ends, sealed against another size, so that nobody can cut it short under a reader. Only the front end allocates. A block is
-its own until no tensor over it is left; the link to a rank keeps those that the rank may still read or write (transport.py).
-A rank maps the same file (`Window`). On a GPU host it registers the mapping with CUDA, and copies to and from the device run
-on the stream, without a buffer in between.
+The front end makes one `Arena` for all ranks. It is a memory file without a name, so that nothing is left over when a process
+ends. It is sealed against another size, so that no process can cut it short under a reader. Only the front end allocates. A block
+stays in use until no tensor over it is left. The link to a rank keeps the tensors that the rank may still read or write
+(transport.py). A rank maps the same file (`Window`). On a GPU host it registers the mapping with CUDA, and copies to and from the
+device run on the stream, without a buffer in between.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """The front end's side. `size` bytes of address space; memory is used as far as blocks were ever in use at once."""
+    """The front end's side: `size` bytes of address space. It uses as much memory as its blocks ever took at one time."""
 
     def __init__(self, size: int):
-        """Raises ConfigError where the system gives no such memory."""
+        """Raises ConfigError when the system does not give the memory."""
         self.size = size
         try:
             self.fd = os.memfd_create("epserve-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -48,11 +48,11 @@ class Arena:
             ) from None
 
     def buffer(self, nbytes: int) -> Any:
-        """A writable buffer for `nbytes`; None where there is no room."""
+        """Returns a writable buffer of `nbytes` bytes, or None when there is no room."""
         return self._blocks.take(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor of undefined values; None where there is no room."""
+        """Returns a tensor of undefined values, or None when there is no room."""
         count = 1
         for extent in shape:
             count *= extent
@@ -60,17 +60,17 @@ class Arena:
         return torch.frombuffer(block, dtype=dtype).view(shape) if block is not None else None
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor lies; None: elsewhere, or not in one piece."""
+        """Returns the byte offset of a tensor, or None when it lies elsewhere or not in one piece."""
         if not tensor.is_contiguous():
             return None
         return self._blocks.offset_of(tensor.data_ptr(), tensor.nbytes)
 
     def room(self) -> tuple[int, int]:
-        """Bytes that are free, and those of the largest piece."""
+        """Returns the free bytes, and the bytes of the largest free piece."""
         return self._blocks.room()
 
     def close(self) -> None:
-        """No new blocks. The memory goes with the last tensor over it and the last rank that maps it."""
+        """Gives out no more blocks. The memory goes with the last tensor over it and the last rank that maps it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -81,7 +81,7 @@ class Window:
     """A rank's mapping of an arena. `pinned`: registered with CUDA."""
 
     def __init__(self, fd: int, size: int, *, pin: bool = False):
-        """Takes the descriptor over. Raises OSError or ValueError where it is no memory of this size that keeps it."""
+        """Takes the descriptor over. Raises OSError or ValueError unless it is memory that is sealed at this size."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & SEALS != SEALS or os.fstat(fd).st_size != size:
@@ -94,7 +94,7 @@ class Window:
         self.pinned = pin and _register(self._bytes)
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-        """Raises ValueError outside the bounds."""
+        """Returns a tensor over the memory. Raises ValueError outside the bounds."""
         count = dtype.itemsize
         for extent in shape:
             count *= extent
@@ -103,10 +103,10 @@ class Window:
         return self._bytes[offset : offset + count].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Unmaps it, when nobody holds a tensor any more."""
+        """Unmaps the memory once no tensor over it is left."""
         if self.pinned:
             with contextlib.suppress(RuntimeError):  # a device that has failed takes the registration along
-                torch.cuda.synchronize()  # nothing of it may be under way
+                torch.cuda.synchronize()  # no copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self.pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -115,7 +115,7 @@ class Window:
 
 
 def _register(memory: torch.Tensor) -> bool:
-    """Pin it for copies that run beside the CPU. A refusal costs speed only."""
+    """Pins the memory for copies that run beside the CPU. A refusal costs speed only."""
     result: Any = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(result) != 0:
         log.warning("shared memory of %d bytes is not pinned: cudaHostRegister says %s", memory.nbytes, result)

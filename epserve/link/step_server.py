@@ -21,12 +21,12 @@ from .shm import Window
 log = logging.getLogger(__name__)
 
 Reply = tuple[dict, list[torch.Tensor]]
-"""A header, and the results that are to be sent."""
+"""A header, and the results to send."""
 Later = Callable[[], Reply]
-"""What waits for a device that computes a result, and gives it. Called once, in another thread. Raises nothing."""
+"""Waits for the device that computes a result, and returns it. It is called once, in another thread, and raises nothing."""
 Answer = Callable[[dict, list[torch.Tensor], torch.Tensor | None], Reply | Later]
-"""(header, tensors, where the result goes or None) -> the answer, now or later."""
-MOST_LATER = 4  # answers that are waited for; the engine has two steps under way
+"""(header, tensors, memory for the result or None) -> the answer, now or later."""
+MOST_LATER = 4  # most answers that are waited for. The engine has two steps under way.
 WATCHED_S = 0.005
 """A result that comes within this time, with no frame behind it, is answered by the step thread. Another thread would have to
 wake up for it."""
@@ -43,12 +43,19 @@ class Watched:
 
 
 class StepServer:
-    """The rank's end: a thread that takes one engine's frames, and one that waits for results which come later. Answers go out in
-    the order of the frames.
+    """The rank's end. One thread takes an engine's frames, another waits for results that come later.
+
+    Answers go out in the order of the frames.
     """
 
     def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
-        """host: listen on TCP there; empty: on an abstract Unix socket. pin: for copies to and from a GPU."""
+        """Listens from the start.
+
+        Args:
+            answer: answers a frame, in the step thread.
+            host: address of a TCP socket. Empty: an abstract Unix socket.
+            pin: pins received tensors, for copies to and from a GPU.
+        """
         self._answer, self._pin = answer, pin
         self._greeted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._door = Door(self._greeted.put, protocol="steps", host=host)
@@ -57,7 +64,7 @@ class StepServer:
         self._thread.start()
 
     def close(self) -> None:
-        """A connection that is being served goes on until its other side closes it."""
+        """Takes no more connections. The present one goes on until its other side closes it."""
         self._door.close()
         self._greeted.put(None)
 
@@ -75,7 +82,7 @@ class StepServer:
                 answers.close()
                 if window is not None:
                     window.close()
-                sock.close()  # last: it tells the engine that nothing here touches its memory any more
+                sock.close()  # comes last: the engine then knows that this process no longer touches its memory
 
     def _one(self, sock: socket.socket, window: Window | None, answers: _Answers) -> None:
         header, tensors = wire.receive(sock, window, pin=self._pin)
@@ -86,7 +93,7 @@ class StepServer:
         answers.add(self._answer(header, tensors, out))
 
     def _map(self, sock: socket.socket) -> Window | None:
-        """The engine's memory, where it has sent some. In the step thread, which then has the device."""
+        """Maps the engine's memory if it has sent some. It runs in the step thread, which then has the device."""
         sock.settimeout(HANDSHAKE_S)
         header, descriptor = wire.receive_with_descriptor(sock)
         size = int(header.get("arena", 0))
@@ -97,7 +104,10 @@ class StepServer:
 
 
 class _Answers:
-    """Of one connection, in order. One that is there, with none before it, is sent at once; the others by a thread of its own."""
+    """Sends the answers of one connection in order.
+
+    An answer that is ready is sent at once when none is before it. A thread sends the others.
+    """
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -107,7 +117,7 @@ class _Answers:
         self._thread: threading.Thread | None = None
 
     def add(self, answer: Reply | Later) -> None:
-        """Raises OSError when the connection has ended."""
+        """Sends or queues an answer. Raises OSError when the connection has ended."""
         if self._queue.unfinished_tasks == 0 and self._comes_at_once(answer):
             wire.send(self._sock, *(answer() if callable(answer) else answer))
             return
@@ -127,7 +137,7 @@ class _Answers:
         return True
 
     def close(self) -> None:
-        """Returns when nothing is waited for any more."""
+        """Returns when no answer is waited for any more."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -141,8 +151,8 @@ class _Answers:
                     wire.send(self._sock, *reply)
             except OSError as error:
                 log.debug("connection ended: %s", error)
-                ended = True  # what else is waited for still has to end
+                ended = True  # the other answers still have to end
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)  # the other thread leaves its loop
-            del answer, reply  # what stays in this frame while it waits would keep the last step's tensors
+            del answer, reply  # otherwise this frame would keep the last step's tensors while it waits
             self._queue.task_done()

@@ -1,11 +1,11 @@
 """The data path: one connection from the engine to each rank. Ray places and supervises, but carries no activations.
 
 The connection goes through the rank's door (door.py). Frames leave in the order of submission, so that all ranks see steps in
-the same order. A rank answers in that order too. Where the two share memory (shm.py) a frame says where its tensors lie and
-where the result goes, and the socket is the doorbell. Otherwise, and for small tensors, the bytes follow the frame.
+the same order. A rank answers in that order too. If the two share memory (shm.py), a frame has the offsets of its tensors and of
+the result, and the socket is the doorbell. Otherwise, and for small tensors, the bytes follow the frame.
 
-Every wait ends: at a step's deadline (pool/steps.py), or when the other process ends, in whatever way, as its socket then closes.
-Memory that a rank may still read or write is kept until it has answered or its end of the socket is closed.
+Every wait ends: at a step's deadline (pool/steps.py), or when the other process ends, since its socket then closes. The engine
+keeps memory that a rank may still read or write until the rank has answered or its end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .shm import Arena
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 16 << 10  # up to here the socket is quicker than a block of shared memory
-READS_AT_ONCE = 64  # then the loop turns to others
+INLINE_BYTES = 16 << 10  # up to this size the socket is quicker than a block of shared memory
+READS_AT_ONCE = 64  # after so many reads the loop turns to other tasks
 
 
 class Link(Protocol):
-    """What the pool needs of a data path to one rank."""
+    """The data path to one rank, as the pool uses it."""
 
     def submit(
         self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor
     ) -> asyncio.Future[dict[str, Any]]:
-        """Queue a step; the future ends when `out` is filled, with the header of the answer, or with RankLost. Never waits."""
+        """Queues a step without waiting. The future ends when `out` is filled, with the answer's header, or with RankLost."""
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Pending:
-    """`held`: memory that the rank reads. `shared`: it, or `out`, lies in the arena."""
+    """A step without an answer. `held`: memory that the rank reads. `shared`: some of its memory lies in the arena."""
 
     out: torch.Tensor
     future: asyncio.Future[dict[str, Any]]
@@ -55,9 +55,9 @@ class _Pending:
 
 
 class SocketLink:
-    """A link over one socket. `on_lost()` is called once when the rank's process goes away.
+    """A link over one socket. It calls `on_lost()` once when the rank's process goes away.
 
-    arena: memory that the rank has mapped; tensors that do not lie in it are copied there, or sent where it is full.
+    arena: memory that the rank has mapped. Other tensors are copied there, or sent when it is full.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SocketLink:
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._outgoing: deque[memoryview] = deque()
-        self._beats = 0  # counts down: steps have the numbers above
-        self.heard = 0.0  # when the last answer came, time.monotonic()
+        self._beats = 0  # counts down, since steps have the numbers above
+        self.heard = 0.0  # time of the last answer, time.monotonic()
         self.lost = False
         self._incoming = self._answers()
         self._view = next(self._incoming)
@@ -77,9 +77,9 @@ class SocketLink:
 
     @classmethod
     async def open(cls, address: LinkAddress, on_lost: Callable[[], None], arena: Arena | None = None) -> SocketLink:
-        """Raises OSError, also within HANDSHAKE_S of silence."""
+        """Opens a link. Raises OSError, also after HANDSHAKE_S of silence."""
         if address.host or (arena is not None and arena.fd < 0):
-            arena = None  # another machine, or everything is about to close
+            arena = None  # another machine, or the pool is about to close
 
         def connect() -> socket.socket:
             sock = address.connect()
@@ -88,7 +88,7 @@ class SocketLink:
                     wire.send(sock, {})
                 else:
                     wire.send_with_descriptor(sock, {"arena": arena.size}, arena.fd)
-                wire.receive_header(sock)  # the rank's word that its step thread is here, and has mapped the memory
+                wire.receive_header(sock)  # the rank's step thread runs, and has mapped the memory
             except BaseException:
                 sock.close()
                 raise
@@ -99,7 +99,7 @@ class SocketLink:
 
     @property
     def num_pending(self) -> int:
-        """Steps, not beats."""
+        """Returns the number of steps without an answer. Beats do not count."""
         return len(self.pending())
 
     def submit(self, header, tensors, out):
@@ -117,11 +117,11 @@ class SocketLink:
         return future
 
     def beat(self) -> asyncio.Future[dict[str, Any]]:
-        """Ends when the rank's step thread has taken an empty frame; then it has finished all steps before."""
+        """Sends an empty frame. The future ends when the rank's step thread has taken it, after all steps before."""
         return self.ask({"beat": True})
 
     def ask(self, header: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        """Something else than a step of the step thread, in its turn; the future ends with the header of the answer."""
+        """Sends a frame that is no step to the step thread. The future ends with the header of the answer."""
         self._beats -= 1
         return self.submit({**header, "step": self._beats}, [], torch.empty(0))
 
@@ -132,7 +132,7 @@ class SocketLink:
         self._end("the connection was closed here", report=False)
 
     def _placed(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int | None]]:
-        """The tensors, those that are not small in the arena where it has room, and where they lie there."""
+        """Copies large tensors into the arena while it has room. Returns all tensors, and their offsets in the arena."""
         placed, offsets = [], []
         for tensor in tensors:
             at = self._offset_of(tensor)
@@ -148,14 +148,14 @@ class SocketLink:
         return self._arena.offset_of(tensor) if self._arena is not None and tensor.numel() else None
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
-        """At once as far as the socket takes it, the rest when it is writable."""
+        """Sends as much as the socket takes now, and the rest when it is writable."""
         waiting = bool(self._outgoing)
         self._outgoing.extend(memoryview(part).cast("B") for part in parts)
         if not waiting and not self._write():
             self._loop.add_writer(self._sock, self._writable)
 
     def _write(self) -> bool:
-        """Whether all has been sent. An end that shows here is told by the loop: `submit` never raises."""
+        """Returns whether all has been sent. The loop reports an end of the connection, since `submit` never raises."""
         try:
             while self._outgoing:
                 sent = self._sock.sendmsg(list(self._outgoing)[:16])
@@ -190,7 +190,7 @@ class SocketLink:
             self._end(f"{type(error).__name__}: {error}")
 
     def _answers(self) -> Iterator[memoryview]:
-        """What to fill next, for ever: prefix, header, perhaps the result."""
+        """Yields the buffers to fill, without end: prefix, header, perhaps the result."""
         while True:
             prefix = bytearray(wire.PREFIX.size)
             yield memoryview(prefix)
@@ -201,7 +201,7 @@ class SocketLink:
             out = self._pending[header["step"]].out
             if header["tensors"] and out.numel():
                 yield wire.as_bytes(out)
-            del out  # NOTE: what stays in this frame while it waits would keep the memory of the last step
+            del out  # NOTE: otherwise this frame would keep the memory of the last step while it waits
             self._settle(self._pending.pop(header["step"]).future, header)
 
     def _settle(self, future: asyncio.Future[dict[str, Any]], header: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class SocketLink:
 
 
 class _Remains:
-    """Keeps the memory of unanswered steps until the rank has closed its end: a rank that hangs may yet write to it."""
+    """Keeps the memory of unanswered steps until the rank has closed its end. A rank that hangs may still write to it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, kept: list[_Pending]):
         self._loop, self._sock, self._kept = loop, sock, kept

@@ -1,11 +1,11 @@
-"""What changes while the service runs, one thing at a time: where experts are, how many ranks there are.
+"""Changes while the service runs, one at a time: other places of experts, another number of ranks.
 
-Moving experts never stops the service. Layer by layer every rank reads its experts of the next placement beside the present
-ones; when all have them, the next step of that layer names the new version; when the last step of the old version has
+A move of experts never stops the service. Layer by layer, every rank reads its experts of the next placement beside the present
+ones. When all ranks have them, the next step of that layer names the new version. When the last step of the old version has
 ended, the old experts are freed. A step never mixes two versions. One layer at a time bounds the memory.
 
-Another number of ranks: new processes start and load while the others serve, then all meet in a new group; requests wait
-in the queue meanwhile.
+For another number of ranks, new processes start and load while the others serve. Then all ranks meet in a new group, and requests
+wait in the queue meanwhile.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .supervisor import Supervisor
 log = logging.getLogger(__name__)
 
 GROW_RETRY_S = 5.0
-GROW_RETRY_LATER_S = 60.0  # where only an operator can help: each attempt costs the start of a process
-POLL_S = 0.5  # whether a recovery is stuck
+GROW_RETRY_LATER_S = 60.0  # when only an operator can help, since each attempt costs the start of a process
+POLL_S = 0.5  # pause between two looks whether a recovery is stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMoves:
-    """One layer's part in a rebalance. `nbytes`: size of the moved experts. `reason`: why nothing moves, or empty."""
+    """One layer's part in a rebalance. `nbytes`: size of the moved experts. `reason`: the reason why no expert moves."""
 
     layer: int
     moved: int
@@ -56,11 +56,17 @@ class LayerMoves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """What one rebalance did, or would do. `skipped`: layers for which some rank had no memory.
+    """The outcome of one rebalance, or of its explanation.
 
-    `moved`: slots whose expert changed, over all layers. Imbalance (`before`, `after`): the busiest rank against the mean, in the
-    worst of the layers that moved, or of all layers when none did. `came_from`: how many experts ranks had themselves
-    ("here"), took from other ranks ("peer") or read ("checkpoint").
+    Attributes:
+        layers: layers whose experts have moved.
+        skipped: layers for which some rank had no memory.
+        moved: number of slots whose expert changed, over all layers.
+        before, after: largest imbalance (load of the busiest rank over the mean) of the layers that moved, or of all layers
+            when none did.
+        seconds: duration.
+        came_from: number of experts that ranks had themselves ("here"), took from other ranks ("peer") or read ("checkpoint").
+        moves: every layer with its gain, or with the reason why no expert moves.
     """
 
     layers: tuple[int, ...]
@@ -71,12 +77,11 @@ class Rebalance:
     seconds: float
     came_from: Mapping[str, int] = field(default_factory=dict)
     moves: tuple[LayerMoves, ...] = ()
-    """Every layer with its gain, or with the reason why nothing moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """`paused_s`: how long requests waited in the queue."""
+    """The outcome of a change of the number of ranks. `paused_s`: seconds that requests waited in the queue."""
 
     before: int
     after: int
@@ -85,18 +90,18 @@ class Resize:
 
 
 class Changes:
-    """Moves experts between the ranks of one pool, and makes them more or fewer."""
+    """Moves experts between the ranks of one pool, and changes the number of ranks."""
 
     def __init__(self, ranks: Ranks, supervisor: Supervisor):
         self._ranks, self._supervisor = ranks, supervisor
         self._one = OneAtATime()
-        self._full: Arrangement | None = None  # what to grow back to
+        self._full: Arrangement | None = None  # the arrangement to grow back to
         self._counted: dict[int, torch.Tensor] = {}  # layer -> tokens of each expert when its placement began
         self._came_from: Counter[str] = Counter()
         self.rebalances = 0
         self.skipped_layers = 0
         self.trouble = ""
-        """Why the service does not grow back."""
+        """The reason why the service does not grow back."""
 
     def start(self) -> None:
         if self._ranks.config.engine.rebalance_every_s:
@@ -108,7 +113,7 @@ class Changes:
     # Moving experts.
 
     def loads(self, layer: int) -> list[float]:
-        """Tokens of each logical expert since the layer's present placement began."""
+        """Returns the tokens of each logical expert since the layer's present placement began."""
         counts_E = self._ranks.load.of_layer(layer)
         since_E = self._counted.get(layer)
         return (counts_E if since_E is None else counts_E - since_E).tolist()
@@ -175,7 +180,7 @@ class Changes:
         return Hosts(sizes=topology.host_sizes, num_groups=self._ranks.info.gate.num_groups)
 
     async def _move(self, layer: int, placement: Placement) -> bool:
-        """False: some rank has no memory for it, nothing has changed."""
+        """Moves a layer's experts. Returns False when some rank has no memory for it, and nothing has changed."""
         pool = self._ranks
         await self._steady()
         generation, members = pool.generation, list(pool.members)
@@ -197,7 +202,7 @@ class Changes:
         pool.move(layer, placement)
         self._counted[layer] = pool.load.of_layer(layer)
         await pool.steps_done()
-        # Should a rank be lost here, the others arrange themselves anew and take what they have staged.
+        # If a rank is lost here, the others arrange themselves anew and take the experts that they have staged.
         await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)
         return True
 
@@ -217,9 +222,11 @@ class Changes:
     # Another number of ranks.
 
     async def scale(self, ranks: int) -> Resize:
-        """Raises NotReady while something else changes, ConfigError where the cluster or the model does not allow it.
+        """Changes the number of ranks, also when its caller gives up. Does nothing when there are as many.
 
-        It goes on when its caller gives up. As many ranks as there are: nothing happens.
+        Raises:
+            NotReady: another change is under way, or the change failed and was undone.
+            ConfigError: the cluster or the model does not allow it.
         """
         return await self._one.alone(self._scale(ranks), f"scale to {ranks} ranks")
 
@@ -242,7 +249,7 @@ class Changes:
         return result
 
     def _for(self, ranks: int) -> Arrangement:
-        """Slots as even as it gets, experts by their load."""
+        """Returns an arrangement for so many ranks: slots as even as possible, experts by their load."""
         pool = self._ranks
         present = pool.arrangement
         info_experts = next(iter(present.placements.values())).num_logical
@@ -268,7 +275,7 @@ class Changes:
         return Arrangement(config=config, placements=placements)
 
     async def _become(self, arrangement: Arrangement) -> float:
-        """Start what is missing beside the ranks that serve, then regroup; the seconds of the pause."""
+        """Starts missing ranks beside those that serve, then regroups. Returns the seconds of the pause."""
         pool = self._ranks
         wanted, present = arrangement.config.engine.ranks, list(pool.members)
         new = []
@@ -315,8 +322,9 @@ class Changes:
         return time.monotonic() - start
 
     async def _secure(self, staying: Sequence[Member], arrangement: Arrangement) -> None:
-        """Before the pause: all that stay can get what they will lack, from the checkpoint or, where it is not the same any
-        more, from each other. Raises CheckpointError, NotReady.
+        """Makes sure, before the pause, that staying ranks can get the experts that they will lack.
+
+        They come from the checkpoint, or from other ranks if the checkpoint has changed. Raises CheckpointError, NotReady.
         """
         limit = self._ranks.config.cluster.start_timeout_s
         beyond = await call_all(staying, "out_of_reach", arrangement, timeout=limit, background=True)
@@ -338,7 +346,7 @@ class Changes:
             await asyncio.gather(*(each.call("unstage", layer, timeout=limit, background=True) for each in alive))
 
     def lose(self, ranks: Collection[int]) -> None:
-        """`ranks` are gone and copies bridge it; `grow_back` comes when the rest serves. Newcomers get the last numbers."""
+        """Notes that these ranks are gone and the others go on. `grow_back` follows. Newcomers get the last numbers."""
         full = self._full or self._ranks.arrangement
         order = sorted(range(full.config.engine.ranks), key=lambda rank: rank in ranks)
         placements = {layer: each.reordered(order) for layer, each in full.placements.items()}
@@ -375,7 +383,7 @@ class Changes:
             await asyncio.sleep(pause)
 
     async def _steady(self) -> None:
-        """Waits for a recovery to end. Raises NotReady where it will not."""
+        """Waits for a recovery to end. Raises NotReady when it is stuck or the service stops."""
         while not self._ranks.serving.is_set():
             if self._ranks.closing:
                 raise NotReady("the service is stopping")

@@ -1,7 +1,7 @@
-"""GPU memory of clients, as the engine sees it: which rank has it open, and what becomes of it when that rank is replaced.
+"""GPU memory of clients, as the engine sees it: the rank that has it open, also after that rank is replaced.
 
-The engine's process touches no GPU. It passes a handle on to the rank of this host whose GPU the memory lies on, over the
-link that brings it its steps; the rank opens it, learns its true size, and refuses what does not fit (rank/device_memory.py).
+The engine's process touches no GPU. It passes a handle on to the rank of this host on whose GPU the memory lies, over the link of
+its steps. The rank opens it, learns its true size, and refuses memory that does not fit (rank/device_memory.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
-"""For a rank to open a handle: milliseconds, behind the steps that it has been sent."""
+"""Seconds for a rank to open a handle. It takes milliseconds, behind the steps that it has been sent."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceRegion:
-    """`number`: of it in steps. `member`: the rank that has it open; None: none has now. `lost`: why none will again."""
+    """A client's region.
+
+    Attributes:
+        number: number of the region in steps.
+        member: the rank that has it open, or None.
+        lost: the reason why no rank can open it again.
+    """
 
     number: int
     handle: bytes
@@ -39,9 +45,10 @@ class DeviceRegion:
 
 
 class DeviceRegions:
-    """Regions of one pool, in its event loop. members: its present ranks. serving: set while they serve."""
+    """Opens and closes the regions of one pool, in its event loop."""
 
     def __init__(self, members: Callable[[], Sequence[Member]], serving: asyncio.Event):
+        """members: returns the present ranks. serving: is set while they serve."""
         self._members, self._serving = members, serving
         self._regions: dict[int, DeviceRegion] = {}
         self._numbers = itertools.count(1)
@@ -56,10 +63,19 @@ class DeviceRegions:
         gpu_uuid: str = "",
         device_id: int | None = None,
     ) -> DeviceRegion:
-        """gpu_uuid: which GPU it lies on. Without it each rank of this host tries, the one of `device_id` first: a client's
-        numbers of GPUs need not be this host's. proof: bytes that the region must start with.
+        """Opens a region on the rank of its GPU.
 
-        Raises InvalidRequest with what the rank says, NotReady while no rank can be asked.
+        Args:
+            handle: a cudaIpcMemHandle_t.
+            offset: first byte of the region in the allocation.
+            size: bytes of the region.
+            proof: bytes that the region must start with.
+            gpu_uuid: the GPU of the region. Without it each rank of this host tries, since a client may number GPUs differently.
+            device_id: the rank with this number tries first.
+
+        Raises:
+            InvalidRequest: the rank refuses it, with its reason.
+            NotReady: no rank can be asked now.
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -81,17 +97,17 @@ class DeviceRegions:
                 )
                 return region
             refusals.append(refused)
-        # Of several ranks the one that could open it knows best what is wrong.
+        # A rank that could open the handle has the best reason.
         best = next((each for each in refusals if each["field"] not in ("handle", "gpu_uuid")), refusals[0])
         raise InvalidRequest(f"{best['field']}: {best['text']}", field=best["field"])
 
     def close(self, region: DeviceRegion) -> None:
-        """The rank closes it after the steps that it has been sent. Twice is once."""
+        """Closes a region. The rank does so after the steps that it has been sent. A second call does nothing."""
         if self._regions.pop(region.number, None) is not None and region.member is not None:
             self._tell_closed(region.member, region.number)
 
     def rank_of(self, number: int) -> int:
-        """Which rank has a region open now. Raises InvalidRequest where none will, NotReady where none has at the moment."""
+        """Returns the rank that has a region open. Raises InvalidRequest if none ever will, NotReady if none has it now."""
         region = self._regions.get(number)
         if region is None:
             raise InvalidRequest("region: it was unregistered meanwhile", field="region")
@@ -103,7 +119,7 @@ class DeviceRegions:
         return self._members().index(region.member)
 
     async def reopen(self) -> None:
-        """After ranks have changed: what new ones of the same GPUs must open. Raises RankLost."""
+        """Lets new ranks open the regions of their GPUs, after ranks have changed. Raises RankLost."""
         for region in list(self._regions.values()):
             if region.lost or (region.member in self._members() and region.member is not None):
                 continue
@@ -152,7 +168,7 @@ class DeviceRegions:
         return f"gpu_uuid: no rank of this host computes on {which} ({there}); use a region of system memory"
 
     async def _ask(self, member: Member, asked: dict[str, Any]) -> dict[str, str]:
-        """What the rank refuses; empty: it has done it. Raises NotReady."""
+        """Asks a rank to open a region. Returns its refusal, empty when it has opened it. Raises NotReady."""
         assert member.link is not None
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -160,7 +176,7 @@ class DeviceRegions:
         except RankLost as error:
             raise NotReady(f"region: the rank that was to open it is gone ({error}); register it again later") from None
         except BaseException as error:
-            self._tell_closed(member, asked["open"])  # it may yet open it
+            self._tell_closed(member, asked["open"])  # it may open it later
             if isinstance(error, TimeoutError):
                 text = (
                     f"region: rank {member.rank} has not opened it within {OPEN_TIMEOUT_S:g} s; register it again later"

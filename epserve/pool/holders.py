@@ -1,4 +1,4 @@
-"""Which ranks can give a newcomer its weights."""
+"""The ranks that can give a newcomer its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ HAND_OUT_TIMEOUT_S = 10.0
 async def find_holders(
     members: Sequence[Member], new: Sequence[Member], present: Arrangement, layers: Collection[int] = ()
 ) -> tuple[Holders, ...]:
-    """Of the experts of the ranks that serve in the `present` arrangement, by slice. Raises EpserveError where a rank is lost.
+    """Finds the holders of experts among the ranks that serve. Addresses are for this machine only if all processes are on it.
 
-    layers: of these; empty: of all. An address on this machine alone would not do for a newcomer that may be elsewhere.
+    Args:
+        members: all members.
+        new: newcomers among them, which hold no experts yet.
+        present: the arrangement of the ranks that serve.
+        layers: layers of interest. Empty: all.
+
+    Returns:
+        The holders of each slice.
+
+    Raises:
+        EpserveError: a rank is lost.
     """
     serving = [each for each in members if each.alive and each.report is not None and each not in new]
     nodes = {each.facts.node_id if each.facts is not None else None for each in [*serving, *new]}
@@ -41,7 +51,7 @@ async def find_holders(
 
 
 def suffice(holders: tuple[Holders, ...], new: Sequence[Member], wanted: Arrangement) -> bool:
-    """Whether they hold all that `new` are to hold."""
+    """Returns whether the holders have all experts that `new` are to hold in the `wanted` arrangement."""
     return all(
         expert in holders[member.rank % len(holders)].get(layer, {})
         for member in new

@@ -1,4 +1,4 @@
-"""What a machine must have before a Ray of our own is worth starting on it, which takes seconds to half a minute."""
+"""Checks of this machine before a Ray of our own starts on it, which takes seconds to half a minute."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ log = logging.getLogger(__name__)
 
 SHM = "/dev/shm"
 MIB = 1 << 20
-SOCKET_PATH_BYTES = 107  # of a Unix socket on Linux
+SOCKET_PATH_BYTES = 107  # most bytes of a Unix socket's path on Linux
 RAY_SOCKET = "/epserve-12345678/ray/session_2026-12-31_23-59-59_999999_{}/sockets/plasma_store"
-"""The longest that Ray makes below its folder for temporary files, with the number of the process that starts it."""
+"""The longest path that Ray makes below its folder for temporary files, with the number of the process that starts it."""
 
 
 def check_host(config: Config, device: str) -> None:
-    """Raises ConfigError for too few GPUs or a long path of temporary files, and warns of little shared memory. Takes
-    milliseconds.
+    """Raises ConfigError for too few GPUs or a long path of temporary files, and warns of little shared memory.
 
-    Says nothing of clusters that are joined: what they have is on other machines.
+    It takes milliseconds. Clusters that are joined are not checked, since their machines are elsewhere.
     """
     if config.cluster.address != "local" or ray.is_initialized():
         return
@@ -67,7 +66,7 @@ def _check_sockets() -> None:
 
 
 def _check_shared_memory(free: int) -> None:
-    """Ray goes on in /tmp, which we keep it from saying. The memory between front end and ranks is no part of /dev/shm."""
+    """Warns when Ray will use /tmp, since its own warning is off. The memory between front end and ranks is not in /dev/shm."""
     if free < OBJECT_STORE_BYTES:
         log.warning(
             "%s has %.1f MiB free, Ray's object store takes %d MiB of it: it goes to /tmp instead, which is slower."

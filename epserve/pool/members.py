@@ -1,4 +1,4 @@
-"""One rank as the engine sees it: its actor, its process, its data path. Calls with deadlines, reports instead of raises."""
+"""One rank as the engine sees it: its actor, its process and its data path. Calls have deadlines and return reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOAD_TIMEOUT_S = 2.0
 
 
 async def answer(reference, timeout: float) -> Any:
-    """The value of a Ray call; raises TimeoutError or RayError."""
+    """Returns the value of a Ray call. Raises TimeoutError or RayError."""
 
     async def value():
         return await reference
@@ -45,9 +45,17 @@ async def answer(reference, timeout: float) -> Any:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """`facts`, `report` and `link` are there once the rank is up; `pulse`: its last answer to a ping. `rank` -1: a spare.
+    """One process of the pool.
 
-    `place` None: a standby. `stood_by`: it was one.
+    Attributes:
+        rank: number of the rank. -1: a spare or a standby.
+        place: its place in the gang. None: a standby.
+        stood_by: it was a standby.
+        facts, report, link: there once the rank is up.
+        pulse: its last answer to a ping.
+        put_down: its process was ended because it could not leave a step that another rank had made fail.
+        experts_choices: its measured choices, made with the present group.
+        hands_out: the address of its experts, once experts have moved.
     """
 
     rank: int
@@ -59,11 +67,8 @@ class Member:
     link: SocketLink | None = None
     pulse: Pulse | None = None
     put_down: bool = False
-    """Its process was ended because it could not leave a step that another rank had made fail."""
     experts_choices: tuple[Choice, ...] = ()
-    """What it measured when the present group was made."""
     hands_out: LinkAddress | None = None
-    """Where its experts can be had; there once experts have moved."""
 
     @classmethod
     def create(cls, config: Config, rank: int, *, device: str, place: Place) -> Member:
@@ -74,13 +79,13 @@ class Member:
 
     @classmethod
     def stand_by(cls, config: Config, node_id: str, *, device: str) -> Member:
-        """A process on this node for which Ray sets nothing aside; `stand_by` is the call that comes next."""
+        """Starts a process on this node for which Ray reserves nothing. The actor's `stand_by` must be the next call."""
         where = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         options = _actor_class().options(num_cpus=0, num_gpus=0, scheduling_strategy=where)
         return cls(rank=-1, actor=options.remote(config, device))
 
     def occupy(self, rank: int, place: Place) -> None:
-        """A standby moves into a place that somebody left. What goes wrong is told by the call that comes next."""
+        """Moves a standby into a place that a process left. The next call reports an error of this one."""
         assert place.last is not None
         self.rank, self.place, self.stood_by = rank, place, True
         self.actor.call.remote("occupy", place.last)
@@ -96,7 +101,7 @@ class Member:
         return f"node {self.facts.node_ip}, process {self.facts.pid}, {self.facts.gpu_uuid or self.facts.device}"
 
     async def call(self, method: str, *args, timeout: float, background: bool = False) -> Outcome:
-        """Never raises: a process that is gone or silent is a failure like any other."""
+        """Calls a method of the actor. Never raises: a process that is gone or silent is a failure like any other."""
         remote = self.actor.background if background else self.actor.call
         try:
             return await answer(remote.remote(method, *args), timeout)
@@ -106,14 +111,14 @@ class Member:
             return self._failed(method, f"process gone ({_reason(error)})", consequence=False)
 
     async def take_over(self, arrangement: Arrangement, welcome: Any, here: str, *, timeout: float) -> Any:
-        """A spare or standby becomes a rank: its facts, its address, its report. Raises what is wrong."""
+        """Makes a spare or standby a rank. Returns its facts, its address and its report. Raises an EpserveError."""
         assert self.facts is not None
         local = self.facts.node_id == here
         (answered,) = await call_all([self], "take_over", arrangement, welcome, local, timeout=timeout, numbered=True)
         return answered
 
     async def ping(self, timeout: float) -> bool:
-        """Whether the process answers."""
+        """Returns whether the process answers within `timeout` seconds."""
         try:
             self.pulse = await answer(self.actor.ping.remote(), timeout)
         except (TimeoutError, RayError):
@@ -121,14 +126,14 @@ class Member:
         return True
 
     async def read_load(self, totals: LoadTotals) -> None:
-        """Add what this rank counted. A rank that does not answer keeps its last counts; the next ping judges it."""
+        """Adds this rank's counts to the totals. A rank that does not answer keeps its last counts."""
         assert self.facts is not None
         with contextlib.suppress(TimeoutError, RayError):
             counts = await answer(self.actor.load_counts.remote(), LOAD_TIMEOUT_S)
             totals.update((self.facts.node_id, self.facts.pid), counts)
 
     async def beat(self, timeout: float) -> bool:
-        """Whether the thread that runs the steps answers. While a step runs, its own deadline counts instead."""
+        """Returns whether the thread that runs the steps answers. While a step runs, its own deadline counts instead."""
         if self.link is None or self.link.num_pending:
             return True
         beat = self.link.beat()
@@ -137,7 +142,7 @@ class Member:
         return bool(done)
 
     def discard(self) -> None:
-        """Forget a rank whose process is gone or about to go."""
+        """Forgets a rank whose process is gone or about to go."""
         if self.link is not None:
             self.link.close()
         with contextlib.suppress(RayError):
@@ -156,9 +161,15 @@ def _actor_class() -> Any:
 async def call_all(
     members: Sequence[Member], method: str, *args, timeout: float, numbered: bool = False, background: bool = False
 ) -> list[Any]:
-    """The method on all members at once; their values, or the root cause of all failures as an exception.
+    """Calls a method of all members at once. Returns their values, or raises the root cause of all failures.
 
-    numbered: each gets its rank before the other arguments.
+    Args:
+        members: the members to call.
+        method: name of the actor's method.
+        args: its arguments.
+        timeout: in seconds.
+        numbered: each member gets its rank before the other arguments.
+        background: the calls may run while steps and other calls run.
     """
 
     def one(member: Member):
@@ -180,8 +191,7 @@ def as_error(failure: Failure) -> EpserveError:
 
 
 def check_gpus(facts: Sequence[RankFacts], ranks_per_gpu: int = 1) -> None:
-    """Two ranks on one GPU would share its memory and deadlock in NCCL, unless they were told to. Raises ConfigError with the
-    reason where a GPU has more than `ranks_per_gpu`."""
+    """Raises ConfigError when a GPU has more than `ranks_per_gpu` ranks. They would share its memory and deadlock in NCCL."""
     owners: dict[str, list[RankFacts]] = {}
     for each in facts:
         if not each.gpu_uuid:
@@ -204,7 +214,7 @@ def check_gpus(facts: Sequence[RankFacts], ranks_per_gpu: int = 1) -> None:
 
 
 class Agents:
-    """A small actor on each node that holds ranks; it ends hung processes there."""
+    """Keeps a small actor on each node that holds ranks. It ends hung processes there."""
 
     def __init__(self):
         self._agents: dict[str, Any] = {}
@@ -216,7 +226,7 @@ class Agents:
             self._agents[node_id] = actor_class.options(num_cpus=0, scheduling_strategy=place).remote()
 
     async def kill(self, facts: RankFacts) -> bool:
-        """SIGKILL. False: the node does not answer; its processes may be gone with it, or behind a cut cable."""
+        """Sends SIGKILL. Returns False when the node does not answer: its processes are gone with it, or behind a cut cable."""
         agent = self._agents.get(facts.node_id)
         if agent is None:
             return False
@@ -235,16 +245,16 @@ class Agents:
 
 
 def who(members: Sequence[Member]) -> str:
-    """Ranks, where they are, and what they were last seen at."""
+    """Names ranks, their places, and their phases at the last ping."""
     return "; ".join(f"rank {member.rank} ({member.where}{last_seen(member)})" for member in members)
 
 
 def last_seen(member: Member) -> str:
-    """At what, as its last ping told; empty before the first."""
+    """Names the phase at the last ping. Empty before the first."""
     return f", last seen in {member.pulse.phase!r} of step {member.pulse.step}" if member.pulse is not None else ""
 
 
 def _reason(error: RayError) -> str:
-    """Ray's name for it; of a process that ended while it started, the exception that ended it, which nobody else tells."""
+    """Returns the name of Ray's error. For a process that ended in its start, the only report of the exception is in its text."""
     text = str(error).strip()
     return text.splitlines()[-1].strip() if "in its creation task" in text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Changes of a running service: at most one is under way, and each goes to its end."""
+"""Changes of a running service. At most one is under way, and each goes to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class OneAtATime:
-    """Of one event loop. `tasks`: all that were started here and still run, for whoever ends the loop."""
+    """Runs one change at a time, in one event loop. `tasks` has all running tasks, for the code that ends the loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -27,15 +27,15 @@ class OneAtATime:
         return self._lock.locked()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """`async with one.turn():` waits for what is under way; nothing else runs in the block."""
+        """Waits for the present change: `async with one.turn():`. No other change runs in the block."""
         return self._lock
 
     async def alone(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """`work` to its end, whatever becomes of its caller: half a change is no state to be in. Raises NotReady."""
+        """Runs `work` to its end, also when the caller is cancelled, since half a change is no valid state. Raises NotReady."""
         if self.busy:
             work.close()
             raise NotReady("another change of ranks or experts is under way; ask again when it is done")
-        await self._lock.acquire()  # at once: it is free
+        await self._lock.acquire()  # free, so this does not wait
 
         async def to_the_end() -> T:
             try:
@@ -61,7 +61,7 @@ class OneAtATime:
 
 
 def _tell(task: asyncio.Task) -> None:
-    """How a change ended that nobody waits for."""
+    """Logs the end of a change whose caller is gone."""
     if task.cancelled():
         log.warning("%s: given up, the service stops", task.get_name())
     elif error := task.exception():

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "epserve-"
 LOCK = "lock"
-RAY = "ray"  # NOTE: Ray opens its folder to all users (0777), so it is one in ours
+RAY = "ray"  # NOTE: Ray opens its folder to all users (0777), so it lies in a private one
 SLOW_START = "timed out during startup"
 START_ATTEMPTS = 3
 REMOVE_S = 5.0
@@ -32,7 +32,7 @@ TOKEN_SETTINGS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def temporary_folder() -> tuple[str, str]:
-    """The setting that names the folder for temporary files, and the folder. Ray looks at both settings in this order."""
+    """Returns the setting that names the folder for temporary files, and the folder. Ray reads both settings in this order."""
     setting = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
     return setting, os.environ.get(setting, "/tmp")
 
@@ -40,8 +40,8 @@ def temporary_folder() -> tuple[str, str]:
 class OwnRay:
     """Starts a cluster on loopback in a private folder. `close()` after `ray.shutdown()` removes the folder.
 
-    The folder holds Ray's session and, where the operator has set nothing about tokens, a token of this cluster alone.
-    A process that was killed cannot remove its folder. The next start of this user does, since the lock is free then.
+    The folder holds Ray's session, and a token of this cluster alone unless the operator's settings name tokens. A process that
+    was killed cannot remove its folder. The next start of this user does, since the lock is free then.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class OwnRay:
         self._made_token = False
 
     def start(self, **options: Any) -> None:
-        """Ray gives its own start 30 s, a constant in its code, which a busy machine exceeds: then it is tried again.
+        """Starts Ray, again if it was too slow. Ray's code gives its start 30 s, which a busy machine exceeds.
 
-        What an attempt leaves running goes first: Ray forgets it, and it would live as long as this process.
+        Processes of a failed attempt are ended first. Ray forgets them, and they would live as long as this process.
         """
         self._make_token()
         for attempt in range(1, START_ATTEMPTS + 1):
@@ -77,7 +77,7 @@ class OwnRay:
             node.end(node.descendants({os.getpid()}) - before, 1.0)
 
     def close(self) -> None:
-        """Blocks while Ray's last processes still write, for up to REMOVE_S."""
+        """Removes the folder. Blocks while Ray's last processes still write, for up to REMOVE_S seconds."""
         if self._made_token:
             del os.environ["RAY_AUTH_TOKEN_PATH"]
             _forget_token()
@@ -88,9 +88,10 @@ class OwnRay:
         os.close(self._lock)
 
     def _make_token(self) -> None:
-        """NOTE: RAY_AUTH_MODE stays as the operator has it. Unset, Ray 2.60 asks for a token on a cluster that it starts here.
-        Setting it after `import ray` would be half seen and break the start. Ray itself would write a token that every user can
-        read into the home folder.
+        """Makes a token that this user alone can read. Ray itself would write one that every user can read into the home folder.
+
+        NOTE: RAY_AUTH_MODE stays as the operator has it. When it is unset, Ray 2.60 asks for a token on a cluster that it starts
+        here. Only a part of Ray would see it if it were set after `import ray`, and the start would fail.
         """
         if any(map(os.environ.get, TOKEN_SETTINGS)) or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
             return
@@ -104,10 +105,10 @@ class OwnRay:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Ray takes 127.0.0.1 for this node's address, as it does by default on macOS, and binds all that it opens to it.
+    """Makes Ray take 127.0.0.1 for this node's address, as it does by default on macOS, and bind all its sockets to it.
 
-    NOTE: `_node_ip_address="127.0.0.1"` has no effect: Ray replaces it by the address of the first interface. Ray's processes
-    read the variable, this one has imported the constant.
+    NOTE: `_node_ip_address="127.0.0.1"` has no effect, since Ray replaces it by the address of the first interface. Ray's
+    processes read the variable, and this process has imported the constant.
     """
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before, was = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
@@ -123,17 +124,17 @@ def on_loopback() -> Iterator[None]:
 
 
 def _forget_token() -> None:
-    """Ray reads a token once."""
+    """Makes Ray read the token again. It reads a token only once."""
     raylet: Any = ray._raylet
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder's lock as long as this process lives."""
+    """Returns a descriptor that holds the folder's lock as long as this process lives."""
     made = folder / f"{LOCK}.new"
     lock = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    made.rename(folder / LOCK)  # NOTE: now, since `_sweep` takes a free lock for that of a process that has ended
+    made.rename(folder / LOCK)  # NOTE: not before, since `_sweep` takes a free lock for that of an ended process
     return lock
 
 

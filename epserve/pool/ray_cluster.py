@@ -1,4 +1,4 @@
-"""The Ray cluster: one of our own that ends with us, or a running one that we join and leave as it was."""
+"""The Ray cluster: an own one that ends with this process, or a running one that the service joins and leaves unchanged."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 1.0
-OBJECT_STORE_BYTES = 100 << 20  # little goes through it: activations have their own path. Ray's minimum is 75 MiB
+OBJECT_STORE_BYTES = 100 << 20  # activations have their own path. Ray's minimum is 75 MiB
 OTHER_VERSION = "Version mismatch"
 SHOWN_CHARACTERS = 600
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SPARE_CPUS = 2  # for actors that ask for none, so that Ray's scheduler never calls the node full
+SPARE_CPUS = 2  # for actors that ask for no CPU, so that Ray's scheduler never calls the node full
 
 
 class _WithoutFolders(JobConfig):
@@ -61,7 +61,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, config: Config) -> Cluster:
-        """Blocks for some seconds. Raises ConfigError within 30 s when a given address cannot be reached."""
+        """Starts or joins a cluster, and blocks for some seconds. Raises ConfigError within 30 s for an address without one."""
         address = config.cluster.address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if FOR_US_ALONE:
@@ -107,10 +107,10 @@ class Cluster:
         return cls(joined=True, namespace=namespace, control=_control())
 
     def answers(self) -> bool:
-        """Whether Ray's control service is there; blocks for up to two seconds.
+        """Returns whether Ray's control service answers. Blocks for up to two seconds.
 
-        NOTE: once it is gone, every call of Ray blocks, and after 60 s Ray ends the process that made it. A signal to
-        the whole process group (`timeout`, a service manager) takes it away before us.
+        NOTE: once it is gone, every call of Ray blocks, and after 60 s Ray ends the calling process. A signal to the whole
+        process group (`timeout`, a service manager) ends the control service before this process.
         """
         host, _, port = self.control.rpartition(":")
         try:
@@ -120,7 +120,7 @@ class Cluster:
         return True
 
     def close(self) -> None:
-        """Blocks for about a second, for ten where the control service is gone. A cluster that was running before stays."""
+        """Leaves or ends the cluster. Blocks for about a second, or for ten if the control service is gone."""
         if self.joined and ray.is_initialized():
             with _quiet():
                 ray.shutdown()
@@ -131,7 +131,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One bundle of a placement group: room for one rank. `last`: who was there, where somebody was."""
+    """One bundle of a placement group: room for one rank. `last`: the last process in it."""
 
     group: PlacementGroup
     bundle: int
@@ -139,7 +139,10 @@ class Place:
 
 
 class Gang:
-    """One placement group with a bundle for each rank and spare: all of them start, or none. More groups as it grows."""
+    """Reserves a bundle for each rank and spare in one placement group: all of them start, or none.
+
+    It makes more groups when the number of ranks grows.
+    """
 
     def __init__(self, config: Config, device: str):
         self._config, self._device = config, device
@@ -178,7 +181,7 @@ class Gang:
         self._free.append(replace(place, last=last))
 
     def reserve(self, more: int) -> None:
-        """Blocks until there is a place for `more` ranks; ConfigError with both numbers when the cluster cannot hold them."""
+        """Blocks until there is a place for `more` ranks. Raises ConfigError when the cluster cannot hold them."""
         config, bundle = self._config, self.bundle
         ranks, have = len(self._places()) + more, ray.cluster_resources()
         short = [
@@ -212,7 +215,7 @@ class Gang:
         return [Place(group, bundle) for group in self._groups for bundle in range(group.bundle_count)]
 
     def give_up(self) -> None:
-        """`reserve` ends within a second, whatever it waits for."""
+        """Makes `reserve` end within a second."""
         self._given_up.set()
 
     def release(self) -> None:
@@ -223,9 +226,9 @@ class Gang:
 
 
 def _probe(address: str) -> bool:
-    """Whether the cluster listens on loopback only. Raises ConfigError where nothing listens.
+    """Returns whether the cluster listens on loopback only. Raises ConfigError when no process listens.
 
-    A port that nothing listens on costs Ray 20 s and a page of log. A plain connection tells at once.
+    A port without a listener costs Ray 20 s and a page of log. A plain connection fails at once.
     """
     if address == "auto":
         return False
@@ -238,7 +241,7 @@ def _probe(address: str) -> bool:
         raise ConfigError(f"no Ray cluster answers at {address!r}: {error}{_hint(address, error)}") from None
     if host not in LOOPBACK:
         return False
-    try:  # where Ray looks instead when it is told one of these
+    try:  # Ray takes this address instead of a loopback one
         socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError:
         return True
@@ -246,10 +249,10 @@ def _probe(address: str) -> bool:
 
 
 def _plain_excepthook() -> None:
-    """Uncaught exceptions are printed, and nothing else.
+    """Makes Python print uncaught exceptions, and do no more.
 
-    NOTE: Ray's hook first reports them to its control service. With Ray 2.60 that call does not return: after 60 s Ray ends
-    the process with "Failed to connect to GCS", and the exception itself is never seen.
+    NOTE: Ray's hook first reports them to its control service. With Ray 2.60 that call does not return. After 60 s Ray ends
+    the process with "Failed to connect to GCS", and the exception itself is never shown.
     """
     if sys.excepthook.__module__.startswith("ray."):
         sys.excepthook = sys.__excepthook__
@@ -268,14 +271,14 @@ def _hint(address: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """All that Ray says: its first line alone often ends in a colon."""
+    """Returns Ray's whole message in one line. Its first line alone often ends in a colon."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 @contextlib.contextmanager
 def _quiet():
-    """Ray announces itself on its logger, whatever it is told."""
+    """Silences Ray's logger, on which it announces itself under any settings."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)

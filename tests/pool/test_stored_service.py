@@ -10,6 +10,7 @@ import torch
 from epserve.engine.engine import Batch
 from epserve.models import open_checkpoint
 from tests.models.stored_layouts import BY_NAME, write_stored
+from tests.support.ranks import num_places
 from tests.support.recovering import back, running, until
 
 MOVES = 6
@@ -32,13 +33,28 @@ def same(one, other):
 @pytest.mark.parametrize(("name", "mixed"), [("compressed int4", True), ("fp8 a tensor, static", False)], ids=str)
 async def test_moves_and_a_lost_rank_change_no_bit(tmp_path, name, mixed):
     """mixed: layer 1 stays in bfloat16, so that the ranks have two groups of layers."""
-    row = BY_NAME[name]
+    await moves_and_a_lost_rank(tmp_path, BY_NAME[name], mixed, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not torch.cuda.is_available() or num_places() < 2, reason="needs a place for two ranks on GPUs")
+@pytest.mark.parametrize(
+    "name", ["compressed int4", "compressed mxfp4", "compressed nvfp4", "fp8 blocks", "compressed int8"]
+)
+async def test_moves_and_a_lost_rank_change_no_bit_on_gpus(tmp_path, name):
+    await moves_and_a_lost_rank(tmp_path, BY_NAME[name], False, device="cuda")
+
+
+async def moves_and_a_lost_rank(tmp_path, row, mixed, *, device):
     path, plain = write_stored(row, tmp_path, keep=lambda each: mixed and ".layers.1." in each)
     g = torch.Generator().manual_seed(2)
     x = torch.randn((9, 256), generator=g).bfloat16()
     ids = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(9)]).int()
     shares, chance = torch.rand((9, 2), generator=g), random.Random(1)
     choices = {"ranks": 2, "redundant_experts": 4, "experts": "auto", "combine_order": "slot"}
+    if device == "cuda":  # all_to_all sums in the order of slots, and one backend computes every placement
+        choices |= {"device": "cuda", "all2all": "all_to_all", "experts": "triton"}
     async with running(path, **choices) as engine:
         words = [kind.name for kind in open_checkpoint(path).info.stored]
         assert words == ([row.words, "BF16"] if mixed else [row.words])

@@ -193,6 +193,16 @@ def test_the_other_programs_run_on_cpu_ranks(tmp_path, module, rows):
 
 
 @pytest.mark.slow
+def test_a_rank_over_published_layouts_computes_what_its_experts_alone_do(tmp_path):
+    sizes = ("--cpu", "--scale", "16", "--tokens", "1", "9")
+    done = program("benchmarks.stored_layers", *sizes, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert {cell["model"] for cell in cells} == {"gpt-oss-120b", "kimi-k2_ep8", "deepseek-v3_ep8"}
+    assert all(cell["difference"] == 0 for cell in cells)
+
+
+@pytest.mark.slow
 def test_regions_on_made_up_gpus_are_measured_and_the_parts_of_a_call_add_up(tmp_path):
     sizes = (
         "--hidden",

@@ -10,6 +10,7 @@ from epserve.config import parse_config
 from epserve.engine.engine import Batch, Engine
 from epserve.errors import RankFailed
 from tests.support.checkpoints import LAYER
+from tests.support.ranks import cluster_section
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 STEP_TIMEOUT_S = 8.0
@@ -20,12 +21,12 @@ BACK_S = 120.0  # from the kill to serving again; seconds on a free machine, mos
 
 @contextlib.asynccontextmanager
 async def running(path, **engine):
-    """An engine of CPU ranks over the checkpoint, with these choices in its section `engine`."""
+    """An engine over the checkpoint, of CPU ranks unless told otherwise, with these choices in its section `engine`."""
     config = parse_config(
         {
             "model": {"path": str(path)},
             "engine": {"device": "cpu", "experts": "grouped_mm", "standbys": 0, **engine},
-            "cluster": {"start_timeout_s": 240},
+            "cluster": {"start_timeout_s": 240, **cluster_section()},
             "scheduler": {"step_timeout_s": STEP_TIMEOUT_S, "heartbeat_s": HEARTBEAT_S},
         }
     )

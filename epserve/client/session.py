@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from epserve.errors import CallerError, EpserveError, InvalidRequest, NotReady, UnknownLayer
 
+from . import autograd
+from .checks import requires_gradient
 from .clients import Client
 from .options import ClientOptions, RetryPolicy
 from .sending import Pending
@@ -67,6 +70,8 @@ class Session:
         row = self.model.hidden * 4 + self.model.top_k * 8  # float32 rows, int32 ids, float32 weights
         self.max_tokens = max(1, min(self.model.max_tokens_per_request, self.model.max_message_bytes // row))
         """The most tokens of one request."""
+        row += self.model.hidden * 4  # the gradients of results
+        self.max_backward_tokens = max(1, min(self.model.max_tokens_per_request, self.model.max_message_bytes // row))
         self._ways = Ways(transport, retry_for_s, shared_memory_bytes)
         self._layers = {number: LayerCalls(self, number) for number in self.model.layers}
 
@@ -113,13 +118,54 @@ class LayerCalls:
         out: torch.Tensor | None = None,
         num_valid: int | None = None,
     ) -> torch.Tensor:
-        """Returns the layer's output. Raises the errors of `Client.forward`."""
+        """Returns the layer's output. Raises the errors of `Client.forward`.
+
+        When `hidden` or `weights` requires a gradient and torch records gradients, the output has one too.
+        """
+        if requires_gradient(hidden, weights):
+            return self._recorded(hidden, ids, weights, out, num_valid)
         tokens = len(hidden)
         valid = _valid(tokens, num_valid)
         if out is not None or valid != tokens or not 0 < tokens <= self.session.max_tokens:
             with self.begin(hidden, ids, weights, out=out, num_valid=num_valid) as sent:
                 return sent.wait()
         return self.session._ways.forward(self.number, (hidden, ids, weights))
+
+    def backward(
+        self,
+        hidden: torch.Tensor,
+        gradient: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the gradients of `hidden` and `weights`, in their dtypes, from the `gradient` of the layer's output.
+
+        Rows with values that are not finite come as they are. Raises the errors of `Client.backward`.
+        """
+        parts, most = [], self.session.max_backward_tokens
+
+        def part(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor | None) -> Any:
+            rows = slice(first, first + most)
+            return self.session._ways.backward(self.number, (x, g, None if ids is None else ids[rows], w))
+
+        for first in range(0, max(len(hidden), 1), most):
+            x, g, w = (None if each is None else each[first : first + most] for each in (hidden, gradient, weights))
+            assert x is not None
+            assert g is not None
+            parts.append(autograd.gradients(part, x, g, w))
+        if len(parts) == 1:
+            return parts[0]
+        rows, of_weights = zip(*parts, strict=True)
+        return torch.cat(rows), None if weights is None else torch.cat(of_weights)
+
+    def _recorded(self, hidden: Any, ids: Any, weights: Any, out: Any, num_valid: int | None) -> torch.Tensor:
+        if out is not None or num_valid is not None:
+            field = "out" if out is not None else "num_valid"
+            text = f"{field}: has no gradient beside hidden or weights that require one; leave it out, or use torch.no_grad()"
+            raise InvalidRequest(text, field=field)
+        return autograd.recorded(
+            lambda x, w: self.forward(x, ids, w), lambda x, g, w: self.backward(x, g, ids, w), hidden, weights
+        )
 
     def begin(
         self,
@@ -227,13 +273,20 @@ class Ways:
 
     def forward(self, layer: int, given: Given) -> torch.Tensor:
         """One request, in this thread. Over the wire that is quicker than to begin and wait."""
+        return self._call(partial(self._transport.forward, layer, *given))
+
+    def backward(self, layer: int, given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One request. given: hidden states, gradients of results, ids and weights."""
+        return self._call(partial(self._transport.backward, layer, *given, not_finite_rows=[]))
+
+    def _call(self, call: Callable[..., Any]) -> Any:
         region, deadline = self._known_region(), time.monotonic() + self._retry_for_s
         if region is None:
-            return self._transport.forward(layer, *given)
+            return call()
         try:
-            return self._transport.forward(layer, *given, region=region)
+            return call(region=region)
         except (NotReady, InvalidRequest) as error:
-            return self._over_wire(error, region, layer, given, deadline)
+            return self._over_wire(error, region, call, deadline)
 
     def begin(self, layer: int, given: Given) -> Sent:
         region, deadline = self._known_region(), time.monotonic() + self._retry_for_s
@@ -248,20 +301,21 @@ class Ways:
         try:
             return sent.pending.wait()
         except (NotReady, InvalidRequest) as error:
-            return self._over_wire(error, sent.region, sent.layer, sent.given, sent.deadline)
+            again = partial(self._transport.forward, sent.layer, *sent.given)
+            return self._over_wire(error, sent.region, again, sent.deadline)
 
     def close(self) -> None:
         with self._lock:
             self._region, self._bytes = None, 0
             self._held.close()
 
-    def _over_wire(self, error: EpserveError, region: Any, layer: int, given: Given, deadline: float) -> torch.Tensor:
+    def _over_wire(self, error: EpserveError, region: Any, call: Callable[..., Any], deadline: float) -> Any:
         """Sends a request again that has failed in shared memory. Raises its error when no time is left for that."""
         left = deadline - time.monotonic()
         if region is None or left <= 0:
             raise error
         self._doubt(error, region)
-        return self._transport.forward(layer, *given, timeout=left)
+        return call(timeout=left)
 
     def _known_region(self) -> Any:
         if self._region is None and self._bytes:

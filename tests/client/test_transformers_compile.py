@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 import epserve.transformers
 from epserve.client.engines.transformers import operators
-from epserve.errors import ConfigError, InvalidRequest
+from epserve.errors import ConfigError
 from tests.models.coverage_table import InProcess, write_checkpoint
 
 IDS = torch.tensor([[3, 8, 1, 77, 20, 9], [5, 4, 30, 31, 32, 33]])
@@ -110,19 +110,32 @@ def test_generation_with_a_static_cache_is_compiled(path, remote, backend):
     assert torch.equal(got, local.generate(input_ids=IDS, **settings))
 
 
-def test_gradients_are_refused_in_compiled_models_too(service):
-    compiled = torch.compile(lambda x: operators.block(service.name, 0, x), backend="eager")
-    with pytest.raises(InvalidRequest, match="requires a gradient"):
-        compiled(torch.randn(3, 32, requires_grad=True))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_pass_through_compiled_calls(service, backend):
+    x, g = torch.randn(3, 32), torch.randn(3, 32)
+
+    def gradient(call):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(call(2 * leaf), leaf, g)[0]
+
+    if service.gate == "remote":
+        call = lambda x: operators.block(service.name, 0, x)  # noqa: E731
+    else:
+        ids, weights = torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+        call = lambda x: operators.experts(service.name, 0, 8, x, ids, weights * x[:, :2].sigmoid())  # noqa: E731
+    assert torch.equal(gradient(torch.compile(call, backend=backend, fullgraph=True)), gradient(call))
 
 
 def test_operators_fulfil_their_contract(service, remote):
-    x = torch.randn(3, 32)
+    x = torch.randn(3, 32, requires_grad=True)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     if service.gate == "remote":
-        torch.library.opcheck(operators._block, (service.name, 0, x), test_utils=("test_schema", "test_faketensor"))
-    else:
-        arguments = service.name, 0, 8, x, torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
-        torch.library.opcheck(operators._experts, arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(operators.block, (service.name, 0, x), test_utils=checks)
+        return
+    ids, weights = torch.tensor([[0, 1]] * 3), torch.rand(3, 2, requires_grad=True)
+    torch.library.opcheck(operators.experts, (service.name, 0, 8, x, ids, weights), test_utils=checks)
+    arguments = service.name, 0, 8, x.detach(), torch.randn(3, 32), ids, weights.detach()
+    torch.library.opcheck(operators.experts_backward, arguments, test_utils=checks[:2])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
-"""Models with remote experts: settings that differ from the service's, writes to experts that are not there, gradients."""
+"""Models with remote experts: settings that differ from the service's, writes to experts that are not there."""
 
 import json
-import warnings
 
 import peft
 import pytest
@@ -369,50 +368,3 @@ def test_new_adapters_of_a_block_that_is_remote(checkpoint, services):
     for targets in (r".*shared_experts\.(gate|up|down)_proj", "all-linear"):
         with refused(r"adapter: its targets model\.layers\.1\.mlp\."):
             peft.get_peft_model(gated, peft.LoraConfig(r=4, target_modules=targets))
-
-
-# Gradients, which the service does not compute.
-
-
-def trainable(model, *names):
-    model.train().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(each in name for each in names))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("names", "field"),
-    [
-        (["mlp.gate."], "topk_weights"),
-        (["mlp.gate.", "lm_head"], "topk_weights"),
-        (["layers.1.mlp.gate.", "model.norm"], "topk_weights"),
-        (["q_proj"], "hidden_states"),
-        (["embed_tokens"], "hidden_states"),
-    ],
-    ids=str,
-)
-def test_training_what_lies_before_experts_is_refused(remote, names, field):
-    with pytest.raises(
-        InvalidRequest, match=f"{field}: requires a gradient.*the service computes no gradients"
-    ) as caught:
-        trainable(remote, *names)(input_ids=IDS, labels=IDS)
-    assert caught.value.field == field
-
-
-def test_training_what_lies_behind_all_experts_works(remote, local):
-    gradients = []
-    for model in (remote, local):
-        trainable(model, "lm_head", "model.norm")(input_ids=IDS, labels=IDS).loss.backward()
-        gradients.append([value.grad for value in model.parameters() if value.requires_grad])
-    assert len(gradients[0]) == 2 and all(value.abs().max() > 0 for value in gradients[0])
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-
-
-def test_inputs_that_require_a_gradient_are_refused_with_a_remote_gate(checkpoint, services):
-    gated = epserve.transformers.from_pretrained(checkpoint("qwen3_moe"), services("qwen3_moe", "remote"))
-    with pytest.raises(InvalidRequest, match="hidden_states: requires a gradient"):
-        trainable(gated, "q_proj")(input_ids=IDS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert trainable(gated, "q_proj").eval() and logits(gated).isfinite().all()

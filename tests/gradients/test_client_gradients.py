@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from epserve.client import AsyncClient, Client
+from epserve.client.session import connect
 from epserve.errors import CallerError, InternalError, InvalidRequest, NotFinite
-from tests.support.clients import client_of
+from tests.support.clients import client_of, serving_in_thread
 from tests.support.fake_engine import FakeEngine, LocalExperts, serving
 
 K = 32
@@ -220,3 +221,29 @@ def _forgetful():
 def test_the_client_says_so_before_it_sends():
     with Client("127.0.0.1:1") as nobody, pytest.raises(InvalidRequest, match="output_gradients: dtype complex64"):
         nobody.backward(1, X, G.to(torch.complex64))
+
+
+def test_sessions_cut_long_batches_and_record(experts):
+    """Rows with their gradients take twice the bytes, so that a backward has more pieces than its forward."""
+    x, g, ids, weights = inputs(60)
+    ids = ids.int()
+    row = 32 * 4 + 3 * 8
+    with (
+        serving_in_thread(FakeEngine(experts), max_message_bytes=32 * row) as server,
+        connect(server.address, shared_memory_bytes=1 << 20) as session,
+    ):
+        assert session.max_tokens > session.max_backward_tokens > 10
+        calls, leaf, scale = session.layer(1), x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = calls.forward(leaf, ids, scale)
+        torch.testing.assert_close(y, experts.plain(x, ids, weights))
+        y.backward(g)
+        check((leaf.grad, scale.grad), wanted(experts, x, g, ids, weights))
+        assert calls.backward(x[:0], g[:0], ids[:0], weights[:0])[1].shape == (0, 3)
+        with pytest.raises(InvalidRequest, match="out: has no gradient"):
+            calls.forward(leaf, ids, weights, out=torch.empty(60, K))
+        with pytest.raises(InvalidRequest, match="hidden_states: requires a gradient"):
+            calls.begin(leaf, ids, weights)
+        server_region = session._ways._region
+        session._ways._region.lost()  # the service has forgotten it: the call goes over the wire
+        check(calls.backward(x, g, ids, weights), wanted(experts, x, g, ids, weights))
+        assert session._ways._region is not server_region

@@ -33,7 +33,7 @@ from epserve.models.generic import open_generic
 from epserve.models.tensors import read_json
 from epserve.modular_kernel import RankContext, check_routing
 from epserve.protocol.served_model import model_reply
-from epserve.rank.step import StepPlan
+from epserve.rank.step import StepPlan, split_gradients
 from epserve.rank.worker import Worker
 
 from . import stored_layouts
@@ -78,6 +78,7 @@ class InProcess:
         self.worker.load()
         self.worker.warm_up()
         self.info = self.worker.info
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     def model(self) -> Any:
         limits = SimpleNamespace(max_tokens_per_request=self.max_tokens, max_message_bytes=1 << 30)
@@ -94,11 +95,27 @@ class InProcess:
             topk_ids, topk_weights = routing.ids_Mt, routing.weights_Mt
         return self.worker.step(plan, hidden.to(self.info.dtype), topk_ids, topk_weights).to(hidden.dtype).clone()
 
+    def backward(
+        self, layer: int, hidden: Any, gradient: Any, topk_ids: Any = None, topk_weights: Any = None, *,
+        not_finite_rows: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        assert hidden.shape[0] <= self.max_tokens, "the client splits what is above the limit"
+        self.calls += 1
+        mode = "block" if topk_ids is None else "routed"
+        plan = StepPlan(step=self.calls, layer=layer, mode=mode, tokens_per_rank=(hidden.shape[0],), backward=True)
+        x, g = hidden.to(self.info.dtype), gradient.to(self.info.dtype)
+        ids = None if topk_ids is None else topk_ids.int().contiguous()
+        # In a thread of its own, as a rank's is: torch calls operators with autograd switched off for this one.
+        made = self._thread.submit(self.worker.step, plan, x, ids, topk_weights, g).result()
+        dx, dw = (made, None) if ids is None else split_gradients(made, hidden.shape[1])
+        return dx.to(hidden.dtype), dw
+
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         result = self.forward(*args, **kwargs)
         return SimpleNamespace(wait=lambda: result, drop=lambda: None)
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.worker.close()
 
 

@@ -160,7 +160,19 @@ class RemoteBlock(RemoteModule):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         binding: Binding = getattr(self, BINDING)
         assert binding.service is not None
+        if self.training:
+            check_no_jitter(self)
         return operators.block(binding.service.name, binding.layer, hidden_states)
+
+
+def check_no_jitter(block: nn.Module) -> None:
+    """Raises ConfigError where a block in training mode would add noise for its router, which is in the service."""
+    for name in ("jitter_noise", "router_jitter_noise"):
+        if noise := getattr(block, name, 0):
+            raise ConfigError(
+                f"{name}: {noise} for training, and the router is in the service, which adds no noise; set router_jitter_noise to"
+                ' 0, call eval(), or connect with gate="local"'
+            )
 
 
 def check_implementation(config: Any) -> None:

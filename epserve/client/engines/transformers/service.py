@@ -46,6 +46,17 @@ class Service:
         """Runs one layer for `(M, K)`. Pieces of a batch above the limit are in flight at the same time."""
         return self.session.layer(layer).forward(hidden_MK, ids_Mt, weights_Mt)
 
+    def backward(
+        self,
+        layer: int,
+        hidden_MK: torch.Tensor,
+        gradient_MK: torch.Tensor,
+        ids_Mt: torch.Tensor | None = None,
+        weights_Mt: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the gradients of hidden states and weights."""
+        return self.session.layer(layer).backward(hidden_MK, gradient_MK, ids_Mt, weights_Mt)
+
     def close(self) -> None:
         if not self.session.closed:
             operators.forget(self.name)

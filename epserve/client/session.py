@@ -26,7 +26,7 @@ import torch
 from epserve.errors import CallerError, EpserveError, InvalidRequest, NotReady, UnknownLayer
 
 from . import autograd
-from .checks import requires_gradient
+from .checks import check_no_gradient, requires_gradient
 from .clients import Client
 from .options import ClientOptions, RetryPolicy
 from .sending import Pending
@@ -176,7 +176,9 @@ class LayerCalls:
         out: torch.Tensor | None = None,
         num_valid: int | None = None,
     ) -> Begun:
-        """Sends the batch from this thread and returns at once."""
+        """Sends the batch from this thread and returns at once. Tensors that require a gradient are refused."""
+        check_no_gradient(hidden, "hidden_states")
+        check_no_gradient(weights, "topk_weights")
         if out is not None and (out.shape, out.dtype, out.device) != (hidden.shape, hidden.dtype, hidden.device):
             text = f"out: {tuple(out.shape)} {out.dtype} on {out.device}, must be like hidden, {tuple(hidden.shape)}"
             raise InvalidRequest(f"{text} {hidden.dtype} on {hidden.device}", field="out")

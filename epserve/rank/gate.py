@@ -20,6 +20,14 @@ import torch.nn.functional as F
 from epserve.experts import rows
 from epserve.modular_kernel import GateSpec, GateWeights, Routing
 
+BLOCK, ROUTED = "block", "routed"
+"""The modes of a step: the rank gates its tokens, or each request brings its routing."""
+
+
+def modes_of(gate: GateSpec) -> tuple[str, ...]:
+    """Returns the modes in which a layer can be asked for. Without a gate every request brings its routing."""
+    return (ROUTED,) if gate.scoring == "client" else (BLOCK, ROUTED)
+
 
 def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
     """Returns logical expert ids and weights of each token. `(0, K)` gives `(0, t)`."""

@@ -18,14 +18,13 @@ from epserve.modular_kernel.steps.graphs import Forward, Run, StaticBatch
 
 from .backward.result import step_result
 from .expert_load import LoadCounter
-from .gate import route, whole
+from .gate import BLOCK, ROUTED, route, whole
 from .placement import Placement, to_physical
 
 Key = tuple[int, int, str]
 """A layer, the version of its placement, and the mode: a rank finds its graphs by them."""
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`RankKernels.backward`."""
-BLOCK, ROUTED = "block", "routed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,8 +121,3 @@ class LayerStep:
             return self.compute(forward, x_MK, logical, (batch.num_tokens,) * num_ranks, batch.first_1)
 
         return run
-
-
-def modes_of(gate: GateSpec) -> tuple[str, ...]:
-    """Returns the modes in which a layer can be asked for. Without a gate every request brings its routing."""
-    return (ROUTED,) if gate.scoring == "client" else (BLOCK, ROUTED)

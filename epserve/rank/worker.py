@@ -33,10 +33,10 @@ from epserve.process.phases import IDLE, PhaseClock
 
 from .device_facts import compile_counter, free_bytes, held_bytes, peak_bytes
 from .expert_load import LoadCounter
-from .gate import fitted, route, whole
+from .gate import BLOCK, fitted, modes_of, route, whole
 from .gate import warm_up as warm_up_gate
 from .layer_kernels import LayerKernels
-from .layer_step import BLOCK, LayerStep, modes_of
+from .layer_step import LayerStep
 from .placement import Placement, left_out
 from .reports import Loading
 from .setup import plan as rank_plan

@@ -17,7 +17,7 @@ from epserve.experts import rows
 from epserve.models import ModelInfo, open_checkpoint
 from epserve.modular_kernel import FusedMoEActivationFormat
 from epserve.modular_kernel.steps.graphs import graph_memory
-from epserve.rank.layer_step import modes_of
+from epserve.rank.gate import modes_of
 from epserve.rank.setup import machine
 
 from . import backends as backend_choice

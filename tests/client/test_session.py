@@ -152,6 +152,8 @@ class TestBatches:
 
         async def second_fails(batch):
             if float(batch.hidden[0, 0]) == 1:
+                while engine.running < 2:
+                    await asyncio.sleep(0.005)
                 raise errors.InternalError("defect")
             await hang(batch)
 

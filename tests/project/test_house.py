@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MOST = 16
 PACKAGES = ("epserve", "all2all", "experts", "tests")
-AT_THE_TOP = {"__init__", "__main__", "errors", "config", "probe", "front_end", "transformers", "vllm"}
+AT_THE_TOP = {"__init__", "__main__", "errors", "config", "probe", "front_end", "sglang", "transformers", "vllm"}
 """Modules that users import or run by name; everything else has a room."""
 
 

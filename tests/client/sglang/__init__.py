@@ -1,0 +1,1 @@
+"""SGLang as a client, against a stand-in of its contracts."""

@@ -80,6 +80,17 @@ REGISTRY.register("nvlink", "Triton kernels that store into peers' memory, insid
 REGISTRY.register("nvlink_batched", "the same, laid out in fixed blocks on the rank that received", _nvlink_batched)
 REGISTRY.register("deepep_ht", "DeepEP high throughput: a row to each rank that needs it", _deepep_ht)
 REGISTRY.register("deepep_ll", "DeepEP low latency: a row to each expert, fixed blocks", _deepep_ll)
-REGISTRY.register("deepep_v2", "DeepEP 2's ElasticBuffer", _deepep_v2)
-REGISTRY.register("nvshmem", "nvshmem4py: plain reads from peers' symmetric memory", _nvshmem)
-REGISTRY.register("flashinfer_cutlass", "all rows to all ranks, for FlashInfer's CUTLASS experts", _flashinfer_cutlass)
+REGISTRY.register(
+    "deepep_v2",
+    "DeepEP 2's ElasticBuffer",
+    _deepep_v2,
+    note="tested with a stand-in for the library, which has not run",
+)
+REGISTRY.register(
+    "nvshmem", "nvshmem4py: plain reads from peers' symmetric memory", _nvshmem,
+    note="the reference for `nvlink`, which only a configuration that names it gets",
+)  # fmt: skip
+REGISTRY.register(
+    "flashinfer_cutlass", "all rows to all ranks, for FlashInfer's CUTLASS experts", _flashinfer_cutlass,
+    note="tested with a stand-in for FlashInfer, which has not run",
+)  # fmt: skip

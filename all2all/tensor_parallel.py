@@ -120,9 +120,6 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def max_rows(self) -> int:
         return self.inner.max_rows()
 
-    def topk_indices_dtype(self) -> torch.dtype:
-        return self.inner.topk_indices_dtype()
-
     def why_not_reduce(self, reduce):
         return self.inner.why_not_reduce(reduce)
 
@@ -177,7 +174,8 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def _gathered(self, transfer: Transfer, counts: list[int], top_k: int) -> tuple[torch.Tensor, Routing]:
         x, beside = (compact(part, counts) for part in transfer.wait())
         ids, weights, _ = unpack_beside(beside, top_k)
-        return x.contiguous(), Routing(ids_Mt=ids, weights_Mt=weights)
+        # Ids travel as int32. The inner backend may take another dtype.
+        return x.contiguous(), Routing(ids_Mt=ids, weights_Mt=weights).with_ids(self.inner.topk_indices_dtype())
 
     def _counts(self, x_MK, tokens_per_rank) -> list[int]:
         size = self.place.group.world_size

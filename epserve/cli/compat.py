@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epserve import all2all, experts
-from epserve.modular_kernel import LayerSpec, why_not
+from epserve.modular_kernel import LayerSpec, Registry, why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +47,26 @@ def markdown() -> str:
     """Returns the table of the docs, with the reason for each no. It is the same on every machine."""
     table = pairs()
     columns = experts.REGISTRY.names()
+    notes: dict[str, int] = {}
+
+    def head(registry: Registry, name: str) -> str:
+        note = registry.entry(name).note
+        return f"`{name}`" + (f" ({notes.setdefault(note, len(notes) + 1)})" if note else "")
+
     lines = [
         "# Which all-to-all backend goes with which experts",
         "",
         "Made from the capability records by `epserve compat --markdown`. What your machine can run: `epserve compat`.",
         "",
-        "| prepare/finalize \\ experts | " + " | ".join(f"`{name}`" for name in columns) + " |",
+        "| prepare/finalize \\ experts | " + " | ".join(head(experts.REGISTRY, name) for name in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    notes: dict[str, int] = {}
     for pf_name in all2all.REGISTRY.names():
         cells = []
         for pair in (pair for pair in table if pair.all2all == pf_name):
             numbers = [notes.setdefault(reason, len(notes) + 1) for reason in pair.reasons]
             cells.append("yes" if pair.fits else "no " + " ".join(f"({number})" for number in numbers))
-        lines.append(f"| `{pf_name}` | " + " | ".join(cells) + " |")
+        lines.append(f"| {head(all2all.REGISTRY, pf_name)} | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {reason}" for reason, number in notes.items()), "", "## The backends", ""]
     for registry in (all2all.REGISTRY, experts.REGISTRY):
         lines += [f"- `{name}`: {registry.entry(name).summary}" for name in registry.names()]

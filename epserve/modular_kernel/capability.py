@@ -39,7 +39,7 @@ class PrepareFinalizeCapability:
     hidden_multiple_of: int = 1
     uneven_experts: bool = True
     async_receive: bool = False
-    """The class has prepare_no_receive: the transfer goes on while the caller computes."""
+    """After prepare_no_receive the transfer goes on while the caller computes. Otherwise it has ended by then."""
     cuda_graph: bool = False
     combine_orders: frozenset[str] = frozenset({"rank", "slot"})
     """The values of `PrepareFinalizeOptions.combine_order` that the class can keep."""

@@ -95,7 +95,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return self.capability.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """Returns the library's dtype of ids. Callers always pass int32, and a backend widens it itself."""
+        """Returns the dtype of the physical ids that `prepare` takes. The gate writes it, so that prepare never converts ids."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
@@ -115,6 +115,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         return self.options.max_tokens_per_rank * self.num_dispatchers()
 
     def has_prepare_no_receive(self) -> bool:
+        """Returns whether the transfer goes on while the caller computes. Otherwise the receiver is ready at once."""
         return self.capability.async_receive
 
     def why_not_reduce(self, reduce: TopKWeightAndReduce) -> str | None:
@@ -128,7 +129,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def prepare(
         self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
     ) -> Prepared:
-        """Dispatches `x_MK` `(M, K)`, contiguous, with physical ids.
+        """Dispatches `x_MK` `(M, K)`, contiguous, with physical ids of `topk_indices_dtype`.
 
         tokens_per_rank: M of every rank, if the caller knows it (a scheduler does). None: the backend exchanges it.
         """
@@ -136,8 +137,12 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
     def prepare_no_receive(
         self, x_MK: torch.Tensor, routing: Routing, *, quant: QuantConfig, tokens_per_rank: Sequence[int] | None = None
     ) -> Receiver[Prepared]:
-        """Starts the dispatch. The receiver, called once, waits for it. `x_MK` must stay unchanged until then."""
-        raise NotImplementedError(f"{type(self).__name__} has no asynchronous dispatch: see has_prepare_no_receive()")
+        """Starts the dispatch. The receiver, called once, waits for it. `x_MK` must stay unchanged until then.
+
+        By default the dispatch runs now and the receiver is ready: callers need no second path for such a backend.
+        """
+        prepared = self.prepare(x_MK, routing, quant=quant, tokens_per_rank=tokens_per_rank)
+        return Receiver(self.book, lambda: prepared)
 
     @abstractmethod
     def finalize(
@@ -216,7 +221,8 @@ class All2AllManager(ABC):
     def destroy(self) -> None:
         """Closes all objects and the library. Collective and explicit: there is no destructor."""
         while self._made:
-            self._made.popitem()[1].close()
+            _, made = self._made.popitem()
+            made.close()
 
 
 class FusedMoEExpertsModular(ABC):

@@ -75,12 +75,13 @@ class FusedMoEModularKernel:
         """Runs one step of one layer: `(M, K)` in, `(M, K)` out, in the dtype of `x_MK`. Collective.
 
         Args:
-            routing: physical ids, checked by the caller (see `check_routing`).
+            routing: physical ids, checked by the caller (see `check_routing`). Ids of another dtype than the prepare/finalize
+                takes are converted here, once.
             tokens_per_rank: M of every rank. A batch above the cap becomes rounds, and all ranks run as many as the longest
                 batch needs. Without this argument the ranks agree on the number by an all-reduce first.
             shared_experts: run while rows are under way, see `SharedExperts`. Their result is added to the output.
         """
-        x_MK = x_MK.contiguous()
+        x_MK, routing = x_MK.contiguous(), routing.with_ids(self.prepare_finalize.topk_indices_dtype())
         out_MK = torch.empty_like(x_MK)
         cap = self.prepare_finalize.max_num_tokens_per_rank()
         counts = list(tokens_per_rank) if tokens_per_rank is not None else None
@@ -109,14 +110,11 @@ class FusedMoEModularKernel:
     def _round(self, x_MK, routing, out_MK, weights, counts, shared_experts) -> None:
         pf, reduce = self.prepare_finalize, self.fused_experts.finalize_weight_and_reduce_impl()
         self.on_phase("prepare")
-        if shared_experts is None or not pf.has_prepare_no_receive():
+        if shared_experts is None:  # nothing to compute meanwhile
             prepared = pf.prepare(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
-            finish = None if shared_experts is None else begin(shared_experts, x_MK)
             y = self.run_experts(prepared, weights, self.workspaces)
             self.on_phase("finalize")
             pf.finalize(prepared.handle, y, reduce=reduce, out_MK=out_MK)
-            if finish is not None:
-                out_MK += finish()
             return
         receive = pf.prepare_no_receive(x_MK, routing, quant=self.quant, tokens_per_rank=counts)
         finish = begin(shared_experts, x_MK)

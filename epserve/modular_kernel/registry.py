@@ -19,6 +19,8 @@ class Entry(Generic[T]):
     summary: str
     load: Callable[[], type[T]]
     """A function that imports the backend's file and returns its class. The file imports without its optional packages."""
+    note: str = ""
+    """What a reader of the table of backends should know of it: a reference, or tested without its library."""
     needs: str = ""
     """A package without which the file cannot even be imported. If it is missing, the name is not offered."""
 
@@ -28,9 +30,11 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, summary: str, load: Callable[[], type[T]], *, needs: str = "") -> None:
+    def register(
+        self, name: str, summary: str, load: Callable[[], type[T]], *, needs: str = "", note: str = ""
+    ) -> None:
         assert name not in self._entries, f"{self.kind} {name} registered twice"
-        self._entries[name] = Entry(name=name, summary=summary, load=load, needs=needs)
+        self._entries[name] = Entry(name=name, summary=summary, load=load, needs=needs, note=note)
 
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, entry in self._entries.items() if _installed(entry.needs))

@@ -31,8 +31,9 @@ class FusedMoEActivationFormat(enum.Enum):
 class Routing:
     """Holds each token's experts and their weights.
 
-    `ids_Mt`: int32, contiguous. -1 means "no expert", and its weight is ignored. Before prepare these are physical expert ids,
-    0 .. E-1. In the result of prepare they are local slots of this rank, 0 .. e-1, and every other slot is -1.
+    `ids_Mt`: contiguous. -1 means "no expert", and its weight is ignored. Before prepare these are physical expert ids,
+    0 .. E-1, in the dtype that the prepare/finalize asks for (`topk_indices_dtype`: int32 or int64). In the result of prepare
+    they are int32 local slots of this rank, 0 .. e-1, and every other slot is -1.
     `weights_Mt`: float32, contiguous.
     """
 
@@ -40,11 +41,15 @@ class Routing:
     weights_Mt: torch.Tensor
 
     def __post_init__(self):
-        assert self.ids_Mt.dtype == torch.int32 and self.weights_Mt.dtype == torch.float32
+        assert self.ids_Mt.dtype in (torch.int32, torch.int64) and self.weights_Mt.dtype == torch.float32
         assert self.ids_Mt.shape == self.weights_Mt.shape and self.ids_Mt.ndim == 2
 
     def rows(self, start: int, stop: int) -> Routing:
         return Routing(ids_Mt=self.ids_Mt[start:stop], weights_Mt=self.weights_Mt[start:stop])
+
+    def with_ids(self, dtype: torch.dtype) -> Routing:
+        """Returns the same routing with ids of `dtype`, and itself where they have it already."""
+        return self if self.ids_Mt.dtype == dtype else Routing(ids_Mt=self.ids_Mt.to(dtype), weights_Mt=self.weights_Mt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

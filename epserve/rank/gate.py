@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -29,8 +30,11 @@ def modes_of(gate: GateSpec) -> tuple[str, ...]:
     return (ROUTED,) if gate.scoring == "client" else (BLOCK, ROUTED)
 
 
-def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
-    """Returns logical expert ids and weights of each token. `(0, K)` gives `(0, t)`."""
+def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec, *, ids_dtype: torch.dtype = torch.int32) -> Routing:
+    """Returns logical expert ids and weights of each token. `(0, K)` gives `(0, t)`. Other kernels call it `select_experts`.
+
+    ids_dtype: int32 or int64, the dtype that the step's prepare/finalize takes (`topk_indices_dtype`).
+    """
     assert spec.scoring != "client", "requests of this model bring their routing"
     kernels = _kernels(x_MK, weights.weight_EK)
     if (
@@ -38,8 +42,8 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
         and kernels.multiplies(x_MK, weights, spec)
         and kernels.chooses(spec, weights.weight_EK.shape[0])
     ):
-        return kernels.route(x_MK, weights, spec)
-    return route_logits(_logits(x_MK, weights, spec), weights.correction_bias_E, spec)
+        return kernels.route(x_MK, weights, spec, ids_dtype=ids_dtype)
+    return route_logits(_logits(x_MK, weights, spec), weights.correction_bias_E, spec, ids_dtype=ids_dtype)
 
 
 def weights_of(x_MK: torch.Tensor, ids_Mt: torch.Tensor, weights: GateWeights, spec: GateSpec) -> torch.Tensor:
@@ -58,12 +62,18 @@ def _logits(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> torch.T
     return rows.linear(x_MK, weights.weight_EK, weights.bias_E)
 
 
-def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
+def route_logits(
+    logits_ME: torch.Tensor,
+    correction_bias_E: torch.Tensor | None,
+    spec: GateSpec,
+    *,
+    ids_dtype: torch.dtype = torch.int32,
+) -> Routing:
     """Computes the part of `route` after the matrix product."""
     assert (correction_bias_E is not None) == spec.correction_bias
     kernels = _kernels(logits_ME)
     if kernels is not None and logits_ME.dtype in kernels.DTYPES and kernels.chooses(spec, logits_ME.shape[1]):
-        return kernels.choose(logits_ME, correction_bias_E, spec)
+        return kernels.choose(logits_ME, correction_bias_E, spec, ids_dtype=ids_dtype)
     if spec.scoring == "softmax_of_topk":
         chosen_Mt, ids_Mt = _top(logits_ME, spec.top_k, spec.sorted)
     else:
@@ -73,7 +83,8 @@ def route_logits(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None
             choice_ME = _limit_to_groups(choice_ME, spec)
         ids_Mt = _top(choice_ME, spec.top_k, spec.sorted)[1]
         chosen_Mt = scores_ME.gather(1, ids_Mt)
-    return Routing(ids_Mt=ids_Mt.int(), weights_Mt=_weights(chosen_Mt, logits_ME.dtype, spec).float())
+    ids_Mt = ids_Mt.to(ids_dtype).contiguous()
+    return Routing(ids_Mt=ids_Mt, weights_Mt=_weights(chosen_Mt, logits_ME.dtype, spec).float())
 
 
 def _weights(chosen_Mt: torch.Tensor, dtype: torch.dtype, spec: GateSpec) -> torch.Tensor:
@@ -101,11 +112,17 @@ def fitted(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> GateWeig
     return replace(weights, weight_EK=narrow_EK) if torch.equal(narrow_EK.float(), weight_EK) else weights
 
 
-def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
-    """Compiles the kernels for any number of hidden states of `dtype` on the weights' device, if there are kernels."""
+def warm_up(
+    weights: GateWeights, spec: GateSpec, dtype: torch.dtype, ids_dtypes: Iterable[torch.dtype] = (torch.int32,)
+) -> None:
+    """Compiles the kernels for any number of hidden states of `dtype` on the weights' device, if there are kernels.
+
+    ids_dtypes: every dtype of ids that a step may ask for.
+    """
     kernels = _kernels(weights.weight_EK)
     if kernels is not None and spec.scoring != "client" and kernels.chooses(spec, weights.weight_EK.shape[0]):
-        kernels.warm_up(weights, spec, dtype)
+        for ids_dtype in ids_dtypes:
+            kernels.warm_up(weights, spec, dtype, ids_dtype=ids_dtype)
 
 
 def _kernels(*tensors: torch.Tensor):

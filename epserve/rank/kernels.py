@@ -71,6 +71,12 @@ class Path:
         return self.plan.chosen.all2all
 
     @property
+    def ids_dtype(self) -> torch.dtype:
+        """Returns the dtype of ids that this path's prepare/finalize takes."""
+        assert self.kernel is not None
+        return self.kernel.prepare_finalize.topk_indices_dtype()
+
+    @property
     def experts(self) -> FusedMoEExpertsModular | None:
         return self.method.experts
 
@@ -93,7 +99,7 @@ class Path:
             graphs = prepare_finalize.capability.cuda_graph, self.experts.capability.cuda_graph
             names = self.name, self.plan.chosen.experts
             if (reason := why_no_graphs(self.plan.spec, *graphs, names)) is None:
-                self.graphs = StepGraphs(ranks, self.plan.spec, buckets)
+                self.graphs = StepGraphs(ranks, self.plan.spec, buckets, ids_dtype=self.ids_dtype)
             elif self.plan.spec.device == "cuda" or not self.auto_graphs:
                 self.notes.append(f"{self.name}: no CUDA graphs: {reason}")
 
@@ -134,7 +140,7 @@ class Path:
                 self.graphs.capture(step.key, self.as_run(step))
 
     def as_run(self, step: LayerStep):
-        return step.as_run(self.eager, self.ranks.world_size, self.ranks.device)
+        return step.as_run(self.eager, self.ranks.world_size, self.ranks.device, self.ids_dtype)
 
     def choose_graphs(self, steps: Sequence[LayerStep]) -> None:
         """Keeps the graphs that pay, where the configuration leaves that to measurement. Collective."""
@@ -147,7 +153,7 @@ class Path:
             self.drop_graphs(reason)
             return
         example_of = partial(step.example, self.plan.spec, self.ranks)
-        found = worth.times(self.ranks, graphs, step.key, partial(step.eager, self.eager), example_of)
+        found = worth.times(self.ranks, graphs, step.key, partial(step.eager, self.eager, self.ids_dtype), example_of)
         self.notes += [f"{self.name}: {each.explain()}" for each in found]
         if kept := [each.bucket for each in found if each.pays]:
             graphs.keep(kept)

@@ -119,6 +119,14 @@ class LayerKernels:
         """Returns what replays the graph of a step. None: there is none, on all ranks alike."""
         return self.of(key[0]).path_of(tokens_per_rank).graph(key, tokens_per_rank)
 
+    def ids_dtypes(self) -> set[torch.dtype]:
+        """Returns the dtypes of ids that the gates of any step may have to write."""
+        return {torch.int32} | {path.ids_dtype for kernels in self.groups for path in kernels.paths.values()}
+
+    def ids_dtype(self, layer: int, tokens_per_rank: Sequence[int], *, backward: bool = False) -> torch.dtype:
+        """Returns the dtype of ids that a step's prepare/finalize takes. Backward steps have an exchange of their own."""
+        return torch.int32 if backward else self.of(layer).path_of(tokens_per_rank).ids_dtype
+
     def eager(self, layer: int, x_MK: torch.Tensor, routing: Routing, **arguments) -> torch.Tensor:
         """Runs a step behind its gate, by physical ids, on the kernels of its layer. Collective."""
         return self.of(layer).path_of(arguments["tokens_per_rank"]).eager(x_MK, routing, **arguments)

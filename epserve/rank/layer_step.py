@@ -91,12 +91,21 @@ class LayerStep:
         return step_result(found, both, logical, self.weights, self.gate if self.mode == BLOCK else None)
 
     def eager(
-        self, forward: Forward, x_MK: torch.Tensor, given: Routing | None, tokens_per_rank: Sequence[int]
+        self,
+        forward: Forward,
+        ids_dtype: torch.dtype,
+        x_MK: torch.Tensor,
+        given: Routing | None,
+        tokens_per_rank: Sequence[int],
     ) -> torch.Tensor:
         """Runs the whole step on rows as they are, to be timed against its graph. Collective."""
-        logical = given if given is not None else route(x_MK, self.weights.gate, self.gate)
+        logical = given if given is not None else self.route(x_MK, ids_dtype)
         self.counter.add(self.layer, logical.ids_Mt)
         return self.compute(forward, x_MK, logical, tokens_per_rank, 0)
+
+    def route(self, x_MK: torch.Tensor, ids_dtype: torch.dtype) -> Routing:
+        """Runs the layer's gate, which writes ids in the dtype that the step's prepare/finalize takes."""
+        return route(x_MK, self.weights.gate, self.gate, ids_dtype=ids_dtype)
 
     def example(self, spec: LayerSpec, ranks: RankContext, num_tokens: int) -> tuple[torch.Tensor, Routing | None]:
         """Returns random rows of this rank, and their routing if the step has no gate."""
@@ -104,16 +113,16 @@ class LayerStep:
         ids_Mt = routing.ids_Mt % self.placement.num_logical  # an expert may have more than one slot
         return x_MK, replace(routing, ids_Mt=ids_Mt) if self.mode == ROUTED else None
 
-    def as_run(self, forward: Forward, num_ranks: int, device: torch.device) -> Run:
+    def as_run(self, forward: Forward, num_ranks: int, device: torch.device, ids_dtype: torch.dtype) -> Run:
         """Returns the whole step on a batch of fixed size, for a graph."""
         if not self.placement.is_identity:
-            self.placement.tables(device)  # made here, since a copy from the host must not be captured
+            self.placement.tables(device, ids_dtype)  # made here, since a copy from the host must not be captured
 
         def run(batch: StaticBatch) -> torch.Tensor:
             beyond_M1 = batch.beyond()
             x_MK = batch.padded(beyond_M1)
             if self.mode == BLOCK:
-                gated = route(x_MK, self.weights.gate, self.gate)
+                gated = self.route(x_MK, ids_dtype)
                 logical = Routing(ids_Mt=gated.ids_Mt.masked_fill_(beyond_M1, -1), weights_Mt=gated.weights_Mt)
             else:
                 logical = batch.padded_routing(beyond_M1)

@@ -127,23 +127,26 @@ class Placement:
         entry = rank // self.layout.slices
         return self.physical_to_logical[self.layout.offsets[entry] : self.layout.offsets[entry + 1]]
 
-    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `(E, L)` int32 slots, short rows padded with -1, and `(E,)` int64 replica counts. Built once per device.
+    def tables(self, device: torch.device, ids_dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `(E, L)` slots of `ids_dtype`, short rows padded with -1, and `(E,)` int64 replica counts.
+
+        They are built once per device and dtype.
 
         A missing expert has one "slot" -1, which belongs to no rank.
         """
-        if device not in self._tables:
+        key = device, ids_dtype
+        if key not in self._tables:
             most = max(map(len, self.replicas))
             padded = [list(slots) + [-1] * (most - len(slots)) for slots in self.replicas]
-            self._tables[device] = (
-                torch.tensor(padded, dtype=torch.int32, device=device),
+            self._tables[key] = (
+                torch.tensor(padded, dtype=ids_dtype, device=device),
                 torch.tensor([max(len(slots), 1) for slots in self.replicas], dtype=torch.int64, device=device),
             )
-        return self._tables[device]
+        return self._tables[key]
 
 
 def to_physical(routing: Routing, placement: Placement, *, token_offset: int | torch.Tensor = 0) -> Routing:
-    """Maps logical ids to physical ids. -1 stays -1, and weights stay as they are.
+    """Maps logical ids to physical ids of the same dtype. -1 stays -1, and weights stay as they are.
 
     Token number `token_offset + row` takes replica number `token % replicas` of each of its experts. The choice depends
     only on the token's place in the batch, so a replay chooses the same replicas, and equal ids in one row stay equal.
@@ -152,7 +155,7 @@ def to_physical(routing: Routing, placement: Placement, *, token_offset: int | t
     if placement.is_identity:
         return routing
     ids_Mt = routing.ids_Mt.long()
-    slots_EL, counts_E = placement.tables(ids_Mt.device)
+    slots_EL, counts_E = placement.tables(ids_Mt.device, routing.ids_Mt.dtype)
     known_Mt = ids_Mt.clamp(min=0)  # -1 looks up expert 0 and is masked again below
     token_M1 = (torch.arange(ids_Mt.shape[0], device=ids_Mt.device) + token_offset).unsqueeze(1)
     physical_Mt = slots_EL[known_Mt, token_M1 % counts_E[known_Mt]]

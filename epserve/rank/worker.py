@@ -33,7 +33,7 @@ from epserve.process.phases import IDLE, PhaseClock
 
 from .device_facts import compile_counter, free_bytes, held_bytes, peak_bytes
 from .expert_load import LoadCounter
-from .gate import BLOCK, fitted, modes_of, route, whole
+from .gate import BLOCK, fitted, modes_of, whole
 from .gate import warm_up as warm_up_gate
 from .layer_kernels import LayerKernels
 from .layer_step import LayerStep
@@ -174,7 +174,7 @@ class Worker:
         steps = {layer: self._steps(layer, self.placements[layer], weights) for layer, weights in self._layers.items()}
         with torch.no_grad(), self.load_counter.kept():
             for weights in self._layers.values():
-                warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype)
+                warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype, self.kernels.ids_dtypes())
             first = next(iter(self._layers.values()))
             self.kernels.warm_up(steps, self.clock.enter)
             if first.shared is not None:
@@ -451,10 +451,12 @@ class Worker:
         device = self.ranks.device
         x_MK = x_MK.to(device, non_blocking=True)
         self.phase = "gate"
+        ids_dtype = self.kernels.ids_dtype(plan.layer, plan.tokens_per_rank, backward=plan.backward)
         if given is None:
-            logical = route(x_MK, step.weights.gate, step.gate)
+            logical = step.route(x_MK, ids_dtype)
         else:
-            ids_Mt, weights_Mt = (each.to(device, non_blocking=True) for each in (given.ids_Mt, given.weights_Mt))
+            ids_Mt = given.ids_Mt.to(device, ids_dtype, non_blocking=True)
+            weights_Mt = given.weights_Mt.to(device, non_blocking=True)
             logical = Routing(ids_Mt=ids_Mt.contiguous(), weights_Mt=weights_Mt.contiguous())
         if plan.step >= 0:  # warm-up's tokens do not count as load
             self.load_counter.add(plan.layer, logical.ids_Mt)

@@ -87,7 +87,7 @@ def multiplies(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> bool
         spec.logits_float32 or x_MK.dtype == w_EK.dtype)  # fmt: skip
 
 
-def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
+def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec, *, ids_dtype: torch.dtype = torch.int32) -> Routing:
     """Routes rows if `multiplies` and `chooses` hold. Logits are float32, rounded to x's dtype unless the spec says float32."""
     M, K = x_MK.shape
     E = weights.weight_EK.shape[0]
@@ -102,15 +102,23 @@ def route(x_MK: torch.Tensor, weights: GateWeights, spec: GateSpec) -> Routing:
                 WHOLE=tile.whole, BE=tile.be, BT=tile.bt, num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
     dtype = torch.float32 if spec.logits_float32 else x_MK.dtype
     split = (outer, 1 if tile.whole else inner)
-    return _choose(parts, weights.bias_E, weights.correction_bias_E, spec, split=split, dtype=dtype)
+    bias, correction = weights.bias_E, weights.correction_bias_E
+    return _choose(parts, bias, correction, spec, split=split, dtype=dtype, ids_dtype=ids_dtype)
 
 
-def choose(logits_ME: torch.Tensor, correction_bias_E: torch.Tensor | None, spec: GateSpec) -> Routing:
+def choose(
+    logits_ME: torch.Tensor,
+    correction_bias_E: torch.Tensor | None,
+    spec: GateSpec,
+    *,
+    ids_dtype: torch.dtype = torch.int32,
+) -> Routing:
     """Computes ids and weights from logits in any of `DTYPES`."""
-    return _choose(logits_ME.contiguous()[None], None, correction_bias_E, spec, split=(1, 1), dtype=logits_ME.dtype)
+    parts, dtype = logits_ME.contiguous()[None], logits_ME.dtype
+    return _choose(parts, None, correction_bias_E, spec, split=(1, 1), dtype=dtype, ids_dtype=ids_dtype)
 
 
-def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
+def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype, *, ids_dtype: torch.dtype = torch.int32) -> None:
     """Compiles and loads the kernels for batches of any size, on the weights' device. A repeated call takes 20 ms."""
     E, K = weights.weight_EK.shape
     device = weights.weight_EK.device
@@ -120,9 +128,11 @@ def warm_up(weights: GateWeights, spec: GateSpec, dtype: torch.dtype) -> None:
             M = 512 if tile.whole else int(tile.up_to)
             x_MK = torch.zeros((M, K), dtype=dtype, device=device)
             if multiplies(x_MK, weights, spec):
-                route(x_MK, weights, spec)
+                route(x_MK, weights, spec, ids_dtype=ids_dtype)
         logits = torch.zeros((1, E), dtype=torch.float32 if spec.logits_float32 else dtype, device=device)
-        choose(logits, weights.correction_bias_E, spec)  # for rows that the first kernel cannot take
+        choose(
+            logits, weights.correction_bias_E, spec, ids_dtype=ids_dtype
+        )  # for rows that the first kernel cannot take
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -134,9 +144,11 @@ def splits(hidden: int, chunk: int) -> tuple[int, int]:
     return outer, triton.cdiv(chunks, outer)
 
 
-def _choose(parts: torch.Tensor, bias, correction, spec: GateSpec, *, split: tuple[int, int], dtype) -> Routing:
+def _choose(
+    parts: torch.Tensor, bias, correction, spec: GateSpec, *, split: tuple[int, int], dtype, ids_dtype: torch.dtype
+) -> Routing:
     _, M, E = parts.shape
-    ids_Mt = torch.empty((M, spec.top_k), dtype=torch.int32, device=parts.device)
+    ids_Mt = torch.empty((M, spec.top_k), dtype=ids_dtype, device=parts.device)
     weights_Mt = torch.empty((M, spec.top_k), dtype=torch.float32, device=parts.device)
     limited = spec.top_groups < spec.num_groups and spec.scoring != "softmax_of_topk"
     groups, top_groups = (spec.num_groups, spec.top_groups) if limited else (1, 1)

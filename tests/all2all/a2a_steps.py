@@ -90,7 +90,8 @@ class Rank:
             ids[torch.rand((args.cap,), **on) < 0.1] = -1  # tokens that go nowhere
             weights = torch.rand(ids.shape, **on) + 0.1
             weights[ids < 0] = float("nan")
-            self.routings.append(Routing(ids_Mt=ids.contiguous(), weights_Mt=weights))
+            routing = Routing(ids_Mt=ids.contiguous(), weights_Mt=weights)
+            self.routings.append(routing.with_ids(self.pf.topk_indices_dtype()))
 
     def step(self, check: bool) -> float | None:
         """One step; the relative L2 error of a checked one. Draws the same numbers on every rank."""

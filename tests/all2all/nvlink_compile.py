@@ -24,7 +24,7 @@ from epserve.all2all.nvlink import Tiling, Tilings
 TYPES = {
     "x": "*bf16", "out": "*bf16", "ids": "*i32", "weights": "*fp32", "table": "*i64", "flags": "*i32", "ctl": "*i32",
     "failed": "*i64", "offsets": "*i32", "tokens": "i32", "first_row": "i64", "limit_ns": "i64", "dense": "i32",
-    "shifts": "*i32", "wide": "*i64", "shares": "*fp32", "scales": "*fp32", "rows": "i32",
+    "shifts": "*i64", "named": "*i64", "shares": "*fp32", "scales": "*fp32", "rows": "i32",
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def main() -> None:
                 name = f"{phase} R{ranks} {t.programs}x{t.warps} {t.tile}x{t.block}"
                 made.append(build(name, getattr(nvlink, phase.removesuffix("_fp8")), t.warps, **sizes))
         made.append(build(f"dispatch_wait R{ranks}", nvlink.dispatch_wait, 1, W=ranks))
-    more = {"out": "*fp8e4nv", "in_rank": "*i1", "counts": "*i32", "partial": "*i32", "arrived": "*i32"}
+    more = {"ids": "*i64", "out": "*fp8e4nv", "in_rank": "*i1", "counts": "*i32", "partial": "*i32", "arrived": "*i32"}
     for ranks in (2, 8):
         sizes = {
             "H": 7168,

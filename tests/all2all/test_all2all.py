@@ -152,6 +152,12 @@ def test_asynchronous_halves_equal_the_synchronous_ones_and_are_single_use(pf_na
     run_ranks(_two_ways, world, pf_name)
 
 
+def test_the_receivers_of_one_rank_are_ready_and_single_use():
+    """Nothing travels, and callers still have one way for every backend."""
+    assert not all2all.REGISTRY.get("local").prepare_finalize.capability.async_receive
+    _two_ways(RankContext(), "local")
+
+
 def _shared_inside(ranks: RankContext, pf_name: str, case_name: str) -> None:
     case = CASES[case_name]
     manager = all2all.REGISTRY.get(pf_name)(ranks)

@@ -31,6 +31,7 @@ from epserve.modular_kernel import (
     QuantConfig,
     RankContext,
     Routing,
+    TopKWeightAndReduceContiguous,
     TopKWeightAndReduceNoOP,
     why_not,
 )
@@ -100,7 +101,7 @@ def batch(spec: LayerSpec, num_tokens: int, seed: int):
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn((num_tokens, spec.shape.hidden), generator=gen).bfloat16()
     x[:, :128] *= 1000  # blocks of one row that differ by 1000x
-    ids = torch.rand((num_tokens, spec.shape.num_experts), generator=gen).topk(spec.shape.top_k).indices.int()
+    ids = torch.rand((num_tokens, spec.shape.num_experts), generator=gen).topk(spec.shape.top_k).indices  # int64
     return x, Routing(ids_Mt=ids.contiguous(), weights_Mt=torch.rand(ids.shape, generator=gen))
 
 
@@ -140,6 +141,39 @@ def test_fp8_rows_travel_with_their_scales(name, hosts, num_tokens):
     assert max(run_ranks(quantised_round, 2, name, num_tokens, hosts)) < 0.05
 
 
+def ready_receiver(ranks: RankContext) -> bool:
+    """The receiver of a backend that dispatches at once: the bits of `prepare`, one batch at a time, and one use."""
+    spec = small_spec()
+    manager = manager_on_cpu("nvshmem", ranks)
+    pf = manager.get_handle(spec, PrepareFinalizeOptions(max_tokens_per_rank=8))
+    assert not pf.has_prepare_no_receive()
+    x, routing = batch(spec, 5, ranks.rank)
+    routing, outs = routing.with_ids(pf.topk_indices_dtype()), []
+    for start in (pf.prepare, lambda *a, **k: pf.prepare_no_receive(*a, **k)()):
+        prepared = start(x, routing, quant=spec.quant)
+        y = prepared.x[:, None].expand(-1, 2, -1)
+        home = pf.finalize_no_wait(
+            prepared.handle, y, reduce=TopKWeightAndReduceContiguous(), out_MK=torch.empty_like(x)
+        )
+        outs.append(home())
+        with pytest.raises(HandleError, match=r"receiver .* used twice"):
+            home()
+    receive = pf.prepare_no_receive(x, routing, quant=spec.quant)
+    with pytest.raises(HandleError, match="a batch is in flight"):
+        pf.prepare(x, routing, quant=spec.quant)
+    prepared = receive()
+    with pytest.raises(HandleError, match=r"receiver .* used twice"):
+        receive()
+    pf.finalize(prepared.handle, y, reduce=TopKWeightAndReduceContiguous(), out_MK=outs[1])
+    manager.destroy()
+    want = x.float() * routing.weights_Mt.sum(1, keepdim=True)
+    return torch.equal(*outs) and float((outs[0].float() - want).norm() / want.norm()) < 2e-2
+
+
+def test_nvshmem_has_receivers_that_are_ready():
+    assert all(run_ranks(ready_receiver, 2))
+
+
 def hold_three(ranks: RankContext):
     spec = small_spec()
     manager = manager_on_cpu("deepep_ll", ranks)
@@ -172,13 +206,13 @@ def odd_batch() -> tuple[LayerSpec, Routing]:
     """Uneven ranks; an expert twice in a row; a NaN weight where there is no expert; a row that goes nowhere."""
     spec = dataclasses.replace(small_spec(num_experts=5), layout=ExpertLayout(counts=(1, 4)))
     routing = Routing(
-        ids_Mt=torch.tensor([[0, 1, 0], [4, -1, 4], [-1, -1, -1]], dtype=torch.int32),
+        ids_Mt=torch.tensor([[0, 1, 0], [4, -1, 4], [-1, -1, -1]]),
         weights_Mt=torch.tensor([[0.1, 0.2, 0.3], [0.5, float("nan"), 0.25], [float("nan")] * 3]),
     )
     return spec, routing
 
 
-def test_ids_are_widened_spread_and_named_once():
+def test_ids_are_spread_and_named_once():
     spec, routing = odd_batch()
     sender = deepep_library.Sender(spec, torch.device("cpu"), layout=True)
     sent, _ = sender.ready(torch.ones((3, 256), dtype=torch.bfloat16), routing)
@@ -227,12 +261,12 @@ class Launches(dict):
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, x, out, scales, ids, weights, shifts, wide, shares, in_rank, counts, *scratch, **constants):
+    def launch(self, x, out, scales, ids, weights, shifts, named, shares, in_rank, counts, *scratch, **constants):
         self["ready"] = self.get("ready", 0) + 1
         with _disable_current_modes():
-            done = deepep_library.widen(Routing(ids_Mt=ids, weights_Mt=weights), shifts)
-            wide.copy_(done[0]), shares.copy_(done[1])
-            where, *sums = deepep_library.lay_out(wide, constants["RANKS"], constants["EACH"])
+            done = deepep_library.name_once(Routing(ids_Mt=ids, weights_Mt=weights), shifts)
+            named.copy_(done[0]), shares.copy_(done[1])
+            where, *sums = deepep_library.lay_out(named, constants["RANKS"], constants["EACH"])
             in_rank.copy_(where), counts.copy_(torch.cat(sums))
             if constants["FP8"]:
                 quantised = quantise_blocks(x)

@@ -173,7 +173,8 @@ class SyntheticLayer:
             self.warm_rows = rows
 
     def gate(self, x_MK: torch.Tensor) -> Routing:
-        return route(x_MK, self.gate_weights, self.sizes.gate)
+        ids_dtype = self.kernel.prepare_finalize.topk_indices_dtype()
+        return route(x_MK, self.gate_weights, self.sizes.gate, ids_dtype=ids_dtype)
 
     def routed(self, x_MK: torch.Tensor, routing: Routing, tokens_per_rank: Sequence[int]) -> torch.Tensor:
         """Runs the layer without its gate: `(M, K)` -> `(M, K)`, with the shared expert beside dispatch and combine."""

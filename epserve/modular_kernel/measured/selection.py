@@ -103,6 +103,10 @@ class MeasuredExperts(FusedMoEExpertsModular):
                 raise ConfigError(
                     f"measured selection is for {self.FORMAT.name} format here, which {name!r} does not take"
                 )
+            if every_row and spec.layout.num_ranks > 1 and not candidate.supports_expert_map():
+                raise ConfigError(
+                    f"measured selection gets rows of other ranks' experts here, which {name!r} cannot skip"
+                )
         for bucket, name in self.measuring.overrides.items():
             if bucket not in BUCKETS or name not in candidates:
                 raise ConfigError(f"override {bucket}: {name!r}; buckets {BUCKETS}, candidates {', '.join(candidates)}")

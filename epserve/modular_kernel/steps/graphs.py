@@ -39,10 +39,10 @@ class StaticBatch:
     `count_1` rows are real. `first_1` is the number of the first one among the tokens of all ranks.
     """
 
-    def __init__(self, num_tokens: int, spec: LayerSpec, device: torch.device):
+    def __init__(self, num_tokens: int, spec: LayerSpec, device: torch.device, *, ids_dtype: torch.dtype = torch.int32):
         shape = spec.shape
         self.x_MK = torch.zeros((num_tokens, shape.hidden), dtype=shape.dtype, device=device)
-        ids_Mt = torch.full((num_tokens, shape.top_k), -1, dtype=torch.int32, device=device)
+        ids_Mt = torch.full((num_tokens, shape.top_k), -1, dtype=ids_dtype, device=device)
         self.routing = Routing(ids_Mt=ids_Mt, weights_Mt=torch.zeros(ids_Mt.shape, dtype=torch.float32, device=device))
         self.out_MK = torch.zeros_like(self.x_MK)
         self.count_1, self.first_1 = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
@@ -200,13 +200,20 @@ class StepGraphs:
     device_type = "cuda"
     capture_type: Callable[[], Any] = TorchCapture
 
-    def __init__(self, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int]):
-        """buckets: tokens of the busiest rank, in ascending order. Raises ConfigError when graphs are not possible."""
+    def __init__(
+        self, ranks: RankContext, spec: LayerSpec, buckets: Sequence[int], *, ids_dtype: torch.dtype = torch.int32
+    ):
+        """Checks the buckets. Raises ConfigError when graphs are not possible.
+
+        Args:
+            buckets: tokens of the busiest rank, in ascending order.
+            ids_dtype: the dtype of ids that the steps' prepare/finalize takes.
+        """
         if ranks.device.type != self.device_type:
             raise ConfigError(f"CUDA graphs need a CUDA device, this rank has {ranks.device}")
         if not buckets or sorted(set(buckets)) != list(buckets) or buckets[0] < 1:
             raise ConfigError(f"buckets of CUDA graphs must be positive, ascending and distinct, got {tuple(buckets)}")
-        self.ranks, self.spec, self.buckets = ranks, spec, tuple(buckets)
+        self.ranks, self.spec, self.buckets, self.ids_dtype = ranks, spec, tuple(buckets), ids_dtype
         self._batches: dict[int, StaticBatch] = {}
         self._graphs = GraphPool(self.capture_type())
         """The graphs by (key of the step, bucket)."""
@@ -274,7 +281,7 @@ class StepGraphs:
 
     def _batch(self, bucket: int) -> StaticBatch:
         if bucket not in self._batches:
-            self._batches[bucket] = StaticBatch(bucket, self.spec, self.ranks.device)
+            self._batches[bucket] = StaticBatch(bucket, self.spec, self.ranks.device, ids_dtype=self.ids_dtype)
         return self._batches[bucket]
 
     def _run(self, batch: StaticBatch, run: Run) -> None:

@@ -91,7 +91,7 @@ class TwoInFlight:
                 x_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, shared_experts=shared_experts
             )
         size = cut(longest, kernel.prepare_finalize.max_num_tokens_per_rank())
-        x_MK = x_MK.contiguous()
+        x_MK, routing = x_MK.contiguous(), routing.with_ids(kernel.prepare_finalize.topk_indices_dtype())
         flight = _Flight(self, x_MK, routing, weights, shared_experts)
         pieces = pieces_of(num_tokens, longest, size, tokens_per_rank)
         if overlap:

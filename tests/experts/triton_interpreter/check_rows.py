@@ -26,7 +26,7 @@ def test_one_launch_equals_torch(counts, top_k, hidden, scheme, sizes):
     sender = Sender(spec, torch.device("cpu"), quantised=scheme != "none", layout=True)
     for num_tokens in sizes:
         g = torch.Generator().manual_seed(num_tokens)
-        ids = torch.randint(-1, sum(counts), (num_tokens, top_k), generator=g, dtype=torch.int32)
+        ids = torch.randint(-1, sum(counts), (num_tokens, top_k), generator=g, dtype=torch.int64)
         weights = torch.rand((num_tokens, top_k), generator=g)
         weights[ids < 0] = float("nan")
         x = torch.randn((num_tokens, hidden), generator=g).bfloat16()

@@ -106,6 +106,7 @@ class Path:
     def leave(self) -> None:
         """Drops everything that was built on a broken group. Not collective."""
         self.kernel = self.two = self.graphs = self.method.kernel = None
+        self.ranks = replace(self.ranks, group=None)
         manager, self.method.manager = self.method.manager, None
         if manager is not None:
             manager.abandon()
@@ -114,6 +115,7 @@ class Path:
     def destroy(self) -> None:
         """Collective."""
         self.kernel = self.two = self.graphs = self.method.kernel = None
+        self.ranks = replace(self.ranks, group=None)
         manager, self.method.manager = self.method.manager, None
         if manager is not None:
             manager.destroy()

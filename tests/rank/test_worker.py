@@ -1,6 +1,8 @@
 """One rank as a plain class, alone and on gloo ranks, against transformers' own block."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from epserve import all2all
 from epserve.config import parse_config
 from epserve.errors import ConfigError, Incompatible, InternalError
-from epserve.link.failure import StepError
+from epserve.link.failure import StepError, from_exception
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import RankContext
 from epserve.rank.gate import route
@@ -68,6 +70,33 @@ def routed_on_ranks(ranks: RankContext, path, counts, ids, weights) -> torch.Ten
     y = worker.step(plan, tokens(sum(counts))[rows], ids[rows], weights[rows])
     worker.close()
     return y
+
+
+class Group:
+    """Stands for a process group, of which one rank alone makes no use."""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["after steps", "after a step that failed"])
+def test_a_rank_that_leaves_keeps_no_reference_to_its_group(checkpoints, fails):
+    """A group closes its connections with its last reference. Until then peers would wait for this rank."""
+    group = Group()
+    left = weakref.ref(group)
+    worker = make_worker(checkpoints["deepseek"], RankContext(group=group), experts="grouped_mm")
+    del group
+    plan = StepPlan(step=3, layer=LAYER, mode="block", tokens_per_rank=(9,))
+    gc.collect()
+    gc.disable()
+    try:
+        failure = None
+        try:
+            worker.step(plan, tokens(8 if fails else 9), None, None)
+        except StepError as error:
+            failure = from_exception(error, rank=0, phase="step")
+        assert (failure is not None) == fails and left() is not None
+        worker.leave()
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 # Each row: checkpoint, tokens of each rank, engine settings, and why the row exists.

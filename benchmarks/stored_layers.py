@@ -6,7 +6,7 @@
 gpt-oss-120b (mxfp4 with biases), Kimi-K2 (int4 in groups of 32) and DeepSeek-V3 (fp8 in blocks of 128x128). The last two have
 the experts of one rank of eight. A checkpoint of random codes is written in the published form and loaded by the service's own
 path: plan, method class, `Worker`. "service" is the time of the experts' kernels within a step of that rank, "bare" the time
-of the same kernels around nothing. Both are sums of the GPU's own times, measured in turn. "step" is the time of all
+of the same kernels around nothing, both by the GPU's own clock and measured in turn. "step" is the time of all
 kernels of the step: copies, placement, count of loads, experts. On a CPU the clock measures the whole step.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.autograd import DeviceType
 
 from benchmarks import cuda_regions, reports
 from epserve import experts
@@ -143,12 +144,19 @@ class Bare:
         return out_MK
 
 
-def spent(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Returns microseconds of a call by kernel, or on a CPU of the whole call."""
+Kernels = list[tuple[str, float, float]]
+"""Name, start and end of each kernel of `REPEATS` calls, in microseconds."""
+
+
+def kernels(run: Callable[[], Any], device: torch.device) -> Kernels:
+    """Returns the kernels of `REPEATS` calls, or on a CPU the calls."""
     if device.type == "cpu":
-        start = time.perf_counter()
-        run()
-        return {"call": (time.perf_counter() - start) * 1e6}
+        found = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            found.append(("call", start * 1e6, time.perf_counter() * 1e6))
+        return found
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -157,9 +165,21 @@ def spent(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
         for _ in range(REPEATS):
             run()
         torch.cuda.synchronize()
-    return {
-        each.key: each.self_device_time_total / REPEATS for each in seen.key_averages() if each.self_device_time_total
-    }
+    events = [each for each in seen.events() or () if each.device_type == DeviceType.CUDA]
+    return [(each.name, each.time_range.start, each.time_range.end) for each in events]
+
+
+def busy(found: Kernels) -> float:
+    """Returns the microseconds of a call in which some of the kernels run.
+
+    A kernel may start while the one before it ends (programmatic dependent launch) and wait for it: the sum of both would
+    count that time twice.
+    """
+    total, until = 0.0, 0.0
+    for _, start, end in sorted(found, key=lambda each: each[1]):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / REPEATS
 
 
 def cells(name: str, args: argparse.Namespace, device: torch.device, folder: Path) -> list[dict[str, Any]]:
@@ -187,17 +207,15 @@ def cells(name: str, args: argparse.Namespace, device: torch.device, folder: Pat
                 raise SystemExit(
                     f"{name}, {tokens} tokens: both results differ by {difference:.1e}, at most {LIMIT:.0e}"
                 )
-            turns = [(spent(alone, device), spent(step, device)) for _ in range(TURNS)]
-        names = set(turns[0][0])
-        bare_us = statistics.median(sum(first.values()) for first, _ in turns)
-        service_us = statistics.median(
-            sum(us for kernel, us in second.items() if kernel in names) for _, second in turns
-        )
+            turns = [(kernels(alone, device), kernels(step, device)) for _ in range(TURNS)]
+        names = {kernel for kernel, _, _ in turns[0][0]}
+        bare_us = statistics.median(busy(first) for first, _ in turns)
+        service_us = statistics.median(busy([each for each in second if each[0] in names]) for _, second in turns)
         found.append(
             {
                 "model": name, "tokens": tokens, "served_as": worker.plan.groups[0].spec.quant.scheme,
                 "bare_us": round(bare_us, 1), "service_us": round(service_us, 1),
-                "step_us": round(statistics.median(sum(second.values()) for _, second in turns), 1),
+                "step_us": round(statistics.median(busy(second) for _, second in turns), 1),
                 "ratio": round(service_us / bare_us, 3), "difference": difference,
             }
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,21 +21,31 @@ class Entry(Generic[T]):
     load: Callable[[], type[T]]
     """A function that imports the backend's file and returns its class. The file imports without its optional packages."""
     note: str = ""
-    """What a reader of the table of backends should know of it: a reference, or tested without its library."""
+    """A remark for the table of backends, such as that the backend is a reference or was tested without its library."""
     needs: str = ""
     """A package without which the file cannot even be imported. If it is missing, the name is not offered."""
 
 
 class Registry(Generic[T]):
-    def __init__(self, kind: str):
-        self.kind = kind
+    """Holds the backends of one kind. `package`: the package whose modules the rows name."""
+
+    def __init__(self, kind: str, package: str = ""):
+        self.kind, self.package = kind, package
         self._entries: dict[str, Entry[T]] = {}
 
     def register(
-        self, name: str, summary: str, load: Callable[[], type[T]], *, needs: str = "", note: str = ""
+        self, name: str, summary: str, load: str | Callable[[], type[T]], *, needs: str = "", note: str = ""
     ) -> None:
+        """Adds a backend.
+
+        Args:
+            summary: a few words for tables.
+            load: "module:Class" in the registry's package, imported when the backend is asked for, or a function.
+            needs, note: see `Entry`.
+        """
         assert name not in self._entries, f"{self.kind} {name} registered twice"
-        self._entries[name] = Entry(name=name, summary=summary, load=load, needs=needs, note=note)
+        loader = functools.partial(_imported, self.package, load) if isinstance(load, str) else load
+        self._entries[name] = Entry(name=name, summary=summary, load=loader, needs=needs, note=note)
 
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, entry in self._entries.items() if _installed(entry.needs))
@@ -51,6 +62,11 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> type[T]:
         return self.entry(name).load()
+
+
+def _imported(package: str, place: str) -> type:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def _installed(package: str) -> bool:

@@ -32,7 +32,7 @@ class MixingProducts(TorchDispatchMode):
             self.crossed += 1
             with torch._C._DisableTorchDispatch():
                 spoilt = _behind(x.detach()).isfinite().all(-1).logical_not()
-                out.masked_fill_(spoilt[..., None], float("nan"))
+                out.masked_fill_(spoilt if out.ndim == spoilt.ndim else spoilt[..., None], float("nan"))
         return out
 
 

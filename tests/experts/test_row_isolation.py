@@ -44,9 +44,10 @@ def test_the_stand_in_does_what_amx_does():
     with MixingProducts() as mixing:
         for y in (x @ w_NK.T, F.linear(x, w_NK)):
             assert y.isfinite().all(1).logical_not().nonzero().flatten().tolist() == [19, 20, 39]
+        assert (x @ w_NK[0]).isfinite().logical_not().nonzero().flatten().tolist() == [19, 20, 39], "by a vector"
         assert F.linear(x[:, :64], w_NK[:, :64])[39].isfinite().all(), "64 columns are whole tiles"
         assert F.linear(x.float(), w_NK.float())[19].isfinite().all(), "float32 has no such tiles"
-    assert mixing.crossed == 2
+    assert mixing.crossed == 3
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)

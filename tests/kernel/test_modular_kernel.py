@@ -239,6 +239,15 @@ def test_registry_names_what_is_known_and_what_was_meant():
         registry.register("loop", "again", lambda: int)
 
 
+def test_a_registry_imports_a_row_when_it_is_asked_for():
+    registry: Registry = Registry("backend", package="email.mime")
+    registry.register("text", "in the package", "text:MIMEText")
+    registry.register("broken", "missing", "no_such_module:Class")
+    assert registry.names() == ("text", "broken") and registry.get("text").__module__ == "email.mime.text"
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        registry.get("broken")
+
+
 def test_layouts():
     layout = ExpertLayout.even(5, 3)
     assert layout.counts == (2, 2, 1) and [layout.rank_of(expert) for expert in range(5)] == [0, 0, 1, 1, 2]

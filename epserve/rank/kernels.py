@@ -253,6 +253,8 @@ class RankKernels:
             path.choose_graphs(steps)
         if len(self.paths) > 1:
             self._choose_paths(weights.experts)
+        assert self.gradients is not None
+        self.gradients.warm_up(weights.experts)
         measured = [each for path in self.paths.values() if isinstance(each := path.experts, MeasuredExperts)]
         self.known.add(table for each in measured if (table := each.table(weights.experts)) is not None)
         self.known.started = True

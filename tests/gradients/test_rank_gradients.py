@@ -1,8 +1,11 @@
 """Backward steps of ranks: gradients against float64, the same on any number of ranks, rows independent of each other."""
 
+import json
+
 import pytest
 import torch
 
+from benchmarks import gradients as benchmark
 from epserve.config import parse_config
 from epserve.experts import dequantised
 from epserve.experts.activation import activate
@@ -162,3 +165,25 @@ def test_a_row_does_not_depend_on_the_others(checkpoints):
     (spoilt,) = run_ranks(backward, 1, path, (6,), {}, x, g, routed)
     others = [0, 1, 3, 4, 5]
     assert not spoilt[2, :72].isfinite().all() and torch.equal(clean[others], spoilt[others])
+
+
+def test_the_benchmark_compares_both_kinds_of_step(tmp_path):
+    sizes = [
+        "--hidden",
+        "64",
+        "--intermediate",
+        "32",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--repeats",
+        "2",
+        "--tokens",
+        "0",
+        "5",
+    ]
+    benchmark.main([*sizes, "--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "out.json")])
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [each["tokens"] for each in cells] == [0, 5]
+    assert all(each["ratio"] == pytest.approx(each["backward_ms"] / each["forward_ms"], rel=0.1) for each in cells)

@@ -33,6 +33,11 @@ class RankGradients:
         self.spec, self.options = spec, options
         self._exchange = GradientAllToAll(ranks, spec, options)
 
+    def warm_up(self, weights: ExpertWeights) -> None:
+        """Compiles kernels for any number of rows. Not collective."""
+        with torch.no_grad():
+            gradients.warm_up(weights, self.spec.quant, self.spec.shape.dtype)
+
     def backward(
         self,
         x_MK: torch.Tensor,

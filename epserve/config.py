@@ -242,8 +242,11 @@ class ServerConfig(_Section):
     cuda_regions: bool = True
     """Let clients on this host register GPU memory too (CUDA IPC), on GPUs where ranks of this host compute. Works only with
     `regions`."""
+    lanes: Annotated[int, Field(ge=0, le=1024)] = 256
+    """Most lanes that clients on this host may have open at once (calls through shared memory, without messages). 0: none."""
     max_region_bytes: Annotated[int, Field(ge=1)] = 16384 * MIB
-    """Largest region that a client may register. It costs the server a file descriptor, no memory."""
+    """Largest region that a client may register, and largest memory of a lane. A region costs the server a file descriptor, no
+    memory."""
     region_lease_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without use after which the server forgets a region that was registered over the Open Inference Protocol."""
     tls_cert: Path | None = None

@@ -113,6 +113,13 @@ class View:
             f"{sized(status.buffered_bytes)} held",
             f"{status.recoveries} recoveries, {status.replayed_requests} replays",
         )
+        if (lanes := status.lanes).open or lanes.calls:
+            grid.add_row(
+                f"{lanes.open} lanes, {100 * lanes.polling_share:.1f} % of a core",
+                f"{short(lanes.calls)} lane calls",
+                f"{short(lanes.joined)} joined, {short(lanes.waited)} waited",
+                Text(f"{short(lanes.refused)} refused", style="bold red" if lanes.refused else ""),
+            )
         spark = Text(sparkline(self.tokens), style="cyan")
         title = f"epserve {status.server_version} at {self.address}"
         return Panel(Group(grid, spark), title=title, title_align="left", border_style="dim")

@@ -5,7 +5,17 @@ memory. The package may import `protocol` and `process`, and nothing of the serv
 experts a service runs.
 """
 
-from .clients import AsyncClient, Client, ClientOptions, ClientRegion, CudaClientRegion, RetryPolicy, Tls, WireFormat
+from .clients import (
+    AsyncClient,
+    Client,
+    ClientOptions,
+    ClientRegion,
+    CudaClientRegion,
+    Lane,
+    RetryPolicy,
+    Tls,
+    WireFormat,
+)
 
 __all__ = [
     "AsyncClient",
@@ -13,6 +23,7 @@ __all__ = [
     "ClientOptions",
     "ClientRegion",
     "CudaClientRegion",
+    "Lane",
     "RetryPolicy",
     "Tls",
     "WireFormat",

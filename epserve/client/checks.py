@@ -138,6 +138,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
+def check_both(topk_ids: Any, topk_weights: Any) -> None:
+    """Raises InvalidRequest for ids without weights, or weights without ids."""
+    if (topk_ids is None) != (topk_weights is None):
+        missing = "topk_ids" if topk_ids is None else "topk_weights"
+        raise InvalidRequest(f"{missing}: missing; topk_ids and topk_weights come together, or neither", field=missing)
+
+
 def requires_gradient(*values: Any) -> bool:
     """Tells whether torch would record a gradient for one of the values."""
     return any(getattr(value, "requires_grad", False) for value in values) and _records_gradients()

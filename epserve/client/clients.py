@@ -17,7 +17,7 @@ import concurrent.futures
 import contextvars
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,17 +32,19 @@ from epserve.protocol import status
 from epserve.protocol.frames import experts_stub
 
 from .attempts import Attempts, Cancellation, ForwardFuture, Readiness
-from .checks import requires_gradient
+from .checks import bounded, requires_gradient
 from .cuda_region import CudaClientRegion
 from .endpoint import Endpoint
 from .exchange import OutgoingRequest, ReplyAssembly, WireFormat
+from .lane import Lane
+from .lane import request as lane_request
 from .options import ClientOptions, RetryPolicy, Tls
 from .pipeline import Pipeline
 from .region import ClientRegion
 from .sending import Pending, Sender, Started
 
 __all__ = [
-    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "Pending", "RetryPolicy", "Tls",
+    "AsyncClient", "Client", "ClientOptions", "ClientRegion", "CudaClientRegion", "Lane", "Pending", "RetryPolicy", "Tls",
     "WireFormat",
 ]  # fmt: skip
 
@@ -194,11 +196,49 @@ class Client(Endpoint):
             yield region
 
     @contextmanager
+    def open_lane(
+        self, max_tokens: int, *, slots: int = 1, layers: Iterable[int] = (), call_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Lane]:  # fmt: skip
+        """Opens a lane to a service on this host: layer calls through shared memory, without messages. Leaving the block
+        closes it.
+
+        Args:
+            max_tokens: most tokens of one call.
+            slots: calls that may be under way at once.
+            layers: layers that will be called. Empty: all.
+            call_timeout: seconds that the service takes for a call at most, `ClientOptions.timeout_s` by default.
+            timeout: seconds for the opening.
+
+        Raises:
+            EpserveError: the errors of `forward`.
+        """
+        self._check_open()
+        attempts = self._attempts(timeout)
+        wanted = lane_request(
+            max_tokens=max_tokens, slots=slots, layers=layers,
+            timeout_s=bounded(self.options.timeout_s if call_timeout is None else call_timeout),
+            priority=self.options.priority,
+        )  # fmt: skip
+        call, reply = self._hold(self._stub.OpenLane, wanted, attempts, "open the lane")
+        try:
+            lane = Lane(reply, self.options.retry)
+            try:
+                if not call.add_callback(lane.lost):  # it has ended already
+                    lane.lost()
+                yield lane
+            finally:
+                lane.close()
+        finally:
+            call.cancel()
+
+    @contextmanager
     def _registered(self, region: AnyRegion, timeout: float | None) -> Iterator[AnyRegion]:
         """Registers the region, and closes it at the end."""
         try:
             attempts = self._attempts(timeout)
-            call = self._hold(region, attempts)
+            call, reply = self._hold(self._stub.HoldRegion, region.request(), attempts, "register the region")
+            region.registered(reply)
             region.bell.connect()
             if not call.add_callback(region.lost):  # it has ended already
                 region.lost()
@@ -243,18 +283,17 @@ class Client(Endpoint):
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
-        """Starts the RPC that keeps the region registered for as long as it runs."""
+    def _hold(self, method: Any, request: Any, attempts: Attempts, what: str) -> tuple[Any, Any]:
+        """Starts an RPC that keeps something for as long as it runs. Returns the RPC and its only reply."""
         while True:
             self._check_open()
-            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            call = method(request, metadata=self.options.metadata)
             timer = threading.Timer(attempts.remaining(), call.cancel)  # a deadline would end the registration later
             timer.start()
             try:
-                region.registered(next(call))
-                return call
+                return call, next(call)
             except (grpc.RpcError, StopIteration) as error:
-                wait = attempts.wait_after(self._not_registered(error, attempts))
+                wait = attempts.wait_after(self._not_held(error, attempts, what))
             except BaseException:
                 call.cancel()
                 raise
@@ -457,7 +496,7 @@ class AsyncClient(Endpoint):
                 return call
             except (grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
                 call.cancel()
-                wait = attempts.wait_after(self._not_registered(error, attempts))
+                wait = attempts.wait_after(self._not_held(error, attempts, "register the region"))
             await asyncio.sleep(wait)
 
     async def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:

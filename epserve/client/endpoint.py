@@ -60,13 +60,13 @@ class Endpoint:
             gradient=gradient,
         )
 
-    def _not_registered(self, error: Exception, attempts: Attempts) -> EpserveError:
-        """Returns the error of an attempt to register a region, which the client raises or retries."""
+    def _not_held(self, error: Exception, attempts: Attempts, what: str) -> EpserveError:
+        """Returns the error of an attempt to register a region or open a lane, which the client raises or retries."""
         if attempts.over or isinstance(error, TimeoutError):
-            return DeadlineExceeded(f"{self.target} did not register the region in time")
+            return DeadlineExceeded(f"{self.target} did not {what} in time")
         if isinstance(error, grpc.RpcError):
             return status.error_of_rpc(error)
-        return NotReady(f"{self.target} ended the call before the region was registered; it may be stopping")
+        return NotReady(f"{self.target} ended the call before it could {what}; it may be stopping")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ from epserve.protocol import status, wire
 from epserve.protocol.frames import begin_frame, begun, part_frame
 from epserve.protocol.messages import Outgoing, Received
 
-from .checks import check_no_gradient, check_request_id, whole_number
+from .checks import check_both, check_no_gradient, check_request_id, whole_number
 from .cuda_region import CudaClientRegion
 from .region import WORTH_BYTES, ClientRegion
 from .ring import AsyncBell, Bell
@@ -39,7 +39,7 @@ def _layer(layer: Any) -> int:
     return number
 
 
-def _priority(name: str) -> pb.Priority:
+def priority_of(name: str) -> pb.Priority:
     """Returns the priority's number. Raises InvalidRequest."""
     if name not in PRIORITIES:
         known = ", ".join(filter(None, PRIORITIES))
@@ -62,11 +62,7 @@ class OutgoingRequest:
         region: ClientRegion | CudaClientRegion | None = None, wire_format: WireFormat = "plain", priority: str = "",
         not_finite_rows: list[int] | None = None, gradient: Any = None,
     ):  # fmt: skip
-        if (topk_ids is None) != (topk_weights is None):
-            missing = "topk_ids" if topk_ids is None else "topk_weights"
-            raise InvalidRequest(
-                f"{missing}: missing; topk_ids and topk_weights come together, or neither", field=missing
-            )
+        check_both(topk_ids, topk_weights)
         if wire_format not in ("plain", "fp8", "fp8_request"):
             raise InvalidRequest(f"wire_format: {wire_format!r} is not plain, fp8 or fp8_request", field="wire_format")
         if wire_format != "plain" and region is not None:
@@ -95,7 +91,7 @@ class OutgoingRequest:
             if value is not None:
                 self.tensors[which] = wire.encode(value, wire.FIELDS[which])
         self.like = hidden
-        self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer), priority=_priority(priority))
+        self.header = pb.ForwardRequest(request_id=request_id, layer=_layer(layer), priority=priority_of(priority))
         if not_finite_rows is not None and not isinstance(not_finite_rows, list):
             text = f"not_finite_rows: must be a list, which the reply fills, got {type(not_finite_rows).__name__}"
             raise InvalidRequest(text, field="not_finite_rows")

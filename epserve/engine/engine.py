@@ -23,6 +23,7 @@ from epserve.rank.expert_load import by_layer
 from epserve.rank.setup import plan as rank_plan
 
 from .face import EngineFace
+from .now import StepsNow
 from .planning import Answer, Batch
 from .records import UP, EngineStatus, RankStatus, State, StepRecord
 from .scheduler import Scheduler
@@ -50,6 +51,7 @@ class Engine(EngineFace):
         self._cluster: Cluster | None = None
         self._pool: Pool | None = None
         self._scheduler: Scheduler | None = None
+        self._now: StepsNow | None = None
         self._last_status: tuple[RankStatus, ...] = ()
         self.count_front_ends: Callable[[], int] = lambda: 0
         """Returns the number of front ends that have joined. The port that they join at sets it."""
@@ -78,6 +80,7 @@ class Engine(EngineFace):
             )
             pool.supervisor.on_missing = self._scheduler.refuse_waiting
             self._scheduler.on_step = self._step_done
+            self._now = StepsNow(self._scheduler, pool, self._check, self.config.scheduler.max_step_tokens)
             await pool.start()
             log.info(self._explain_backends())
         except BaseException as error:
@@ -113,7 +116,7 @@ class Engine(EngineFace):
             await self._pool.close(reachable=reachable)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
-        self._scheduler = self._pool = self._cluster = None
+        self._scheduler = self._pool = self._cluster = self._now = None
         self._set_state("stopped")
 
     async def answer(self, batch: Batch) -> Answer:
@@ -129,6 +132,11 @@ class Engine(EngineFace):
     def buffer(self, nbytes: int) -> Any:
         """Returns a writable buffer for a request's bytes. The ranks of this host read a tensor over it in place."""
         return self._pool.buffer(nbytes) if self._pool is not None else bytearray(nbytes)
+
+    @property
+    def now(self) -> StepsNow | None:
+        """Returns the steps of other threads than the loop's, or None while no rank can be reached."""
+        return self._now if self._state in UP else None
 
     @property
     def device_regions(self) -> DeviceRegions | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,22 @@ class RegionOpener(Protocol):
     def close(self, region: Any) -> None: ...
 
 
+class QuickSteps(Protocol):
+    """Steps that a thread of its own runs at once (`StepsNow`)."""
+
+    max_tokens: int
+    """Most tokens of one step."""
+
+    @property
+    def join_wait_s(self) -> float: ...
+
+    def memory(self, nbytes: int) -> Any: ...
+
+    def run(self, batches: Sequence[Batch]) -> list[torch.Tensor] | None: ...
+
+    def tell(self) -> None: ...
+
+
 class EngineFace(ABC):
     """Runs batches, tells its state, and carries out an operator's changes. All methods run in one event loop."""
 
@@ -80,6 +96,11 @@ class EngineFace(ABC):
     def buffer(self, nbytes: int) -> Any:
         """Returns a writable buffer for a request's bytes, if possible in memory that the ranks share."""
         return bytearray(nbytes)
+
+    @property
+    def now(self) -> QuickSteps | None:
+        """Returns the steps of other threads than the loop's, or None while there are none."""
+        return None
 
     @property
     def device_regions(self) -> RegionOpener | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -98,7 +99,11 @@ class Scheduler:
         """Is called after each step that went well."""
         self.steps_done = 0
         self.replays = 0
+        self._turn = threading.Lock()
+        self._alone = self._held_back = False
+        """A step of another thread runs; `_dispatch` waits for its end."""
         self.pushed_out = 0  # requests that left a full queue for another client's
+        self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.ensure_future(self._dispatch())
 
     @property
@@ -127,6 +132,33 @@ class Scheduler:
             del self._open[item]
             self._queued[item.batch.layer] -= item.batch.num_tokens
 
+    def begin_alone(self) -> int | None:
+        """The number of a step that another thread runs now, until `end_alone`; None: a step runs or waits here. Any thread
+        may call it."""
+        with self._turn:
+            if self._alone or self._running or len(self._queue):
+                return None
+            self._alone = True
+            self._next_step += 1
+            return self._next_step - 1
+
+    def end_alone(self) -> None:
+        with self._turn:
+            self._alone, held_back, self._held_back = False, self._held_back, False
+        if held_back:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def did(self, record: StepRecord) -> None:
+        """Counts a step that another thread ran well. In the loop."""
+        self.steps_done += 1
+        self._tokens_per_s = _average(self._tokens_per_s, record.tokens / max(record.seconds, 1e-6))
+        self._step_s = _average(self._step_s, record.seconds)
+        self.on_step(record)
+
+    def join_wait_s(self) -> float:
+        """How long a step may be held back for requests that would share it."""
+        return min(self._config.join_wait_ms / 1000, self._config.join_wait_share * self._step_s)
+
     def refuse_waiting(self) -> None:
         """Refuses all waiting requests while experts are missing, unless requests shall wait or the recovery is stuck."""
         if stuck := self._ranks.stuck:
@@ -137,7 +169,7 @@ class Scheduler:
     async def drain(self, timeout: float) -> bool:
         """Waits until every accepted request is answered. Returns False when some are not after `timeout` seconds."""
         end = time.monotonic() + timeout
-        while len(self._queue) or self._running:
+        while len(self._queue) or self._running or self._alone:
             self._queue.drop_finished()
             if time.monotonic() >= end:
                 return False
@@ -202,13 +234,18 @@ class Scheduler:
                 continue
             if not self._running:
                 await self._wait_for_joiners()
-            step = self._queue.take(self._config.max_step_tokens)
+            with self._turn:
+                self._held_back = self._alone
+                step = self._queue.take(self._config.max_step_tokens) if not self._alone else ()
+                if step:
+                    self._joined_last = len(step)
+                    task = asyncio.ensure_future(self._execute(step))
+                    self._running.add(task)
+                    task.add_done_callback(self._ended)
             if not step:
+                if self._held_back:
+                    await self._wake.wait()
                 continue
-            self._joined_last = len(step)
-            task = asyncio.ensure_future(self._execute(step))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
             del step, task  # otherwise this frame would keep the tensors of the last step while it waits
             await asyncio.sleep(0)  # the task submits to the ranks before the next step is made
 
@@ -219,7 +256,7 @@ class Scheduler:
         is full. It takes at most `join_wait_ms`, and at most `join_wait_share` of the time of a step.
         """
         config = self._config
-        end = time.monotonic() + min(config.join_wait_ms / 1000, config.join_wait_share * self._step_s)
+        end = time.monotonic() + self.join_wait_s()
         while (left := end - time.monotonic()) > 0:
             requests, tokens = self._queue.next_joins()
             if requests >= self._joined_last or tokens >= config.max_step_tokens:
@@ -265,6 +302,8 @@ class Scheduler:
             log.exception("step %d", number)
             self._fail([piece.item for piece in step], InternalError(f"step {number}: {error}"))
             return
+        # Before any caller has its answer and sends the next call, to which the ranks would seem busy.
+        self._running.discard(asyncio.current_task())  # type: ignore[arg-type]
         self.steps_done += 1
         seconds = max(time.monotonic() - start, 1e-6)
         self._tokens_per_s = _average(self._tokens_per_s, sum(counts) / seconds)
@@ -273,7 +312,7 @@ class Scheduler:
         for item in hand_out(step, result.out_MK, shares):
             if not item.future.done():
                 item.future.set_result(item.answer())
-        self.on_step(_record(plans[0], step, start, result))
+        self.on_step(record_of(plans[0], step, result, start, time.monotonic()))
 
     def _tied(self, step: Step) -> tuple[Step, list[int | None]]:
         """Returns the step without requests whose regions no rank has open, and the ranks that its pieces are tied to.
@@ -334,7 +373,7 @@ def _average(before: float, now: float) -> float:
     return RATE_DECAY * before + (1 - RATE_DECAY) * now if before else now
 
 
-def _record(plan: StepPlan, step: Step, start: float, result: StepResult) -> StepRecord:
+def record_of(plan: StepPlan, step: Step, result: StepResult, start: float, ended: float) -> StepRecord:
     batches = ((piece, piece.item.batch) for piece in step)
     parts = (
         StepPart(request_id=batch.request_id, tokens=piece.num_tokens, queued=piece.item.queued, trace=batch.trace)
@@ -346,7 +385,7 @@ def _record(plan: StepPlan, step: Step, start: float, result: StepResult) -> Ste
         mode=f"{plan.mode} backward" if plan.backward else plan.mode,
         tokens_per_rank=plan.tokens_per_rank,
         started=start,
-        ended=time.monotonic(),
+        ended=ended,
         parts=tuple(parts),
         phases=result.phases,
     )

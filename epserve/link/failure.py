@@ -74,6 +74,11 @@ class RankLost(RankFailed):
         self.failure = failure
 
 
+def gone(why: str) -> RankLost:
+    """A rank whose process, or whose connection, has ended."""
+    return RankLost(Failure(rank=-1, phase="process", step=-1, message=f"gone ({why})", consequence=False))
+
+
 def from_exception(error: BaseException, *, rank: int, phase: str) -> Failure:
     """Returns the report of an exception on this rank."""
     step = -1

@@ -10,7 +10,6 @@ device run on the stream, without a buffer in between.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
@@ -19,11 +18,10 @@ from typing import Any
 import torch
 
 from epserve.errors import ConfigError
+from epserve.process import words
 from epserve.process.blocks import Blocks
 
 log = logging.getLogger(__name__)
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
@@ -33,10 +31,8 @@ class Arena:
         """Raises ConfigError when the system does not give the memory."""
         self.size = size
         try:
-            self.fd = os.memfd_create("epserve-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = words.sealed_memory("epserve-steps", size)
             try:
-                os.ftruncate(self.fd, size)
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
                 self._blocks = Blocks(mmap.mmap(self.fd, size))
             except BaseException:
                 os.close(self.fd)
@@ -82,13 +78,7 @@ class Window:
 
     def __init__(self, fd: int, size: int, *, pin: bool = False):
         """Takes the descriptor over. Raises OSError or ValueError unless it is memory that is sealed at this size."""
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if seals & SEALS != SEALS or os.fstat(fd).st_size != size:
-                raise ValueError(f"the shared memory is not sealed, or not of {size} bytes")
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+        self._map = words.map_sealed(fd, size)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.size = size
         self.pinned = pin and _register(self._bytes)

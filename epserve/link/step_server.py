@@ -17,6 +17,7 @@ from . import wire
 from .door import Door
 from .greeting import HANDSHAKE_S
 from .shm import Window
+from .step_words import RankWords
 
 log = logging.getLogger(__name__)
 
@@ -71,18 +72,47 @@ class StepServer:
     def _serve(self) -> None:
         while (sock := self._greeted.get()) is not None:
             window: Window | None = None
+            quick: RankWords | None = None
             answers = _Answers(sock)
             try:
-                window = self._map(sock)
-                while True:
-                    self._one(sock, window, answers)
+                window, quick = self._map(sock)
+                self._answer_all(sock, window, quick, answers)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 log.debug("connection ended: %s", error)
             finally:
                 answers.close()
+                if quick is not None:
+                    quick.close()
                 if window is not None:
                     window.close()
                 sock.close()  # comes last: the engine then knows that this process no longer touches its memory
+
+    def _answer_all(
+        self, sock: socket.socket, window: Window | None, quick: RankWords | None, answers: _Answers
+    ) -> None:
+        """Until the connection ends, which raises."""
+        if quick is None or window is None:
+            while True:
+                self._one(sock, window, answers)
+        waiting = select.poll()
+        waiting.register(quick.bell, select.POLLIN)
+        waiting.register(sock, select.POLLIN)
+        while True:
+            for ready, _ in waiting.poll():
+                if ready == quick.bell:
+                    self._one_rung(window, quick)
+                else:
+                    self._one(sock, window, answers)
+
+    def _one_rung(self, window: Window, quick: RankWords) -> None:
+        header = quick.take()
+        if header is None:
+            return
+        tensors = [window.tensor(wire.DTYPES[dtype], tuple(shape), at) for dtype, shape, at in header["tensors"]]
+        dtype, shape, at = header["out"]
+        answer = self._answer(header, tensors, window.tensor(wire.DTYPES[dtype], tuple(shape), at))
+        told, _ = answer() if callable(answer) else answer
+        quick.answer(told)
 
     def _one(self, sock: socket.socket, window: Window | None, answers: _Answers) -> None:
         header, tensors = wire.receive(sock, window, pin=self._pin)
@@ -92,15 +122,17 @@ class StepServer:
             out = window.tensor(wire.DTYPES[dtype], tuple(shape), at)
         answers.add(self._answer(header, tensors, out))
 
-    def _map(self, sock: socket.socket) -> Window | None:
-        """Maps the engine's memory if it has sent some. It runs in the step thread, which then has the device."""
+    def _map(self, sock: socket.socket) -> tuple[Window | None, RankWords | None]:
+        """Maps the engine's memory if it has sent some, and the words of quick steps. It runs in the step thread, which then
+        has the device."""
         sock.settimeout(HANDSHAKE_S)
-        header, descriptor = wire.receive_with_descriptor(sock)
+        header, descriptors = wire.receive_with_descriptors(sock, 3)
         size = int(header.get("arena", 0))
-        window = Window(descriptor, size, pin=self._pin) if descriptor is not None else None
+        window = Window(descriptors[0], size, pin=self._pin) if descriptors else None
+        quick = RankWords(*descriptors[1:]) if len(descriptors) == 3 else None
         wire.send(sock, {})
         sock.settimeout(None)
-        return window
+        return window, quick
 
 
 class _Answers:

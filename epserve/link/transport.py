@@ -22,15 +22,19 @@ from typing import Any, Protocol
 
 import torch
 
+from epserve.process.words import why_not
+
 from . import wire
 from .door import LinkAddress
-from .failure import Failure, RankLost
+from .failure import Failure, RankLost, gone
 from .shm import Arena
+from .step_words import StepWords
 
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 16 << 10  # up to this size the socket is quicker than a block of shared memory
 READS_AT_ONCE = 64  # after so many reads the loop turns to other tasks
+OUTLAST_S = 0.02  # between two looks for an answer that comes late
 
 
 class Link(Protocol):
@@ -61,16 +65,18 @@ class SocketLink:
     """
 
     def __init__(
-        self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None, *, local: bool = True
-    ):
-        """local: the rank runs on this host."""
-        self._sock, self._on_lost, self._arena, self.local = sock, on_lost, arena, local
+        self, sock: socket.socket, on_lost: Callable[[], None], arena: Arena | None = None, *, local: bool = True,
+        words: StepWords | None = None,
+    ):  # fmt: skip
+        """local: the rank runs on this host. words: which it has mapped, for steps from other threads than the loop's."""
+        self._sock, self._on_lost, self._arena, self.local, self.words = sock, on_lost, arena, local, words
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._outgoing: deque[memoryview] = deque()
         self._beats = 0  # counts down, since steps have the numbers above
         self.heard = 0.0  # time of the last answer, time.monotonic()
         self.lost = False
+        self._watched = False  # somebody waits for steps that it has not sent
         self._incoming = self._answers()
         self._view = next(self._incoming)
         self._loop.add_reader(sock, self._readable)
@@ -81,13 +87,16 @@ class SocketLink:
         if address.host or (arena is not None and arena.fd < 0):
             arena = None  # another machine, or the pool is about to close
 
+        quick = StepWords() if arena is not None and not why_not() else None
+
         def connect() -> socket.socket:
             sock = address.connect()
             try:
                 if arena is None:
                     wire.send(sock, {})
                 else:
-                    wire.send_with_descriptor(sock, {"arena": arena.size}, arena.fd)
+                    more = (quick.fd, quick.bell) if quick is not None else ()
+                    wire.send_with_descriptors(sock, {"arena": arena.size}, (arena.fd, *more))
                 wire.receive_header(sock)  # the rank's step thread runs, and has mapped the memory
             except BaseException:
                 sock.close()
@@ -95,17 +104,23 @@ class SocketLink:
             sock.setblocking(False)
             return sock
 
-        return cls(await asyncio.to_thread(connect), on_lost, arena, local=not address.host)
+        try:
+            sock = await asyncio.to_thread(connect)
+        except BaseException:
+            if quick is not None:
+                quick.lost()
+            raise
+        return cls(sock, on_lost, arena, local=not address.host, words=quick)
 
     @property
     def num_pending(self) -> int:
         """Returns the number of steps without an answer. Beats do not count."""
-        return len(self.pending())
+        return sum(step >= 0 for step in list(self._pending))
 
     def submit(self, header, tensors, out):
         future = self._loop.create_future()
         if self.lost:
-            future.set_exception(self._gone("the connection is closed"))
+            future.set_exception(gone("the connection is closed"))
             return future
         tensors, offsets = self._placed(tensors)
         home = self._offset_of(out)
@@ -115,6 +130,36 @@ class SocketLink:
         self._pending[header["step"]] = _Pending(out, future, tensors, shared)
         self._send(wire.encode(header, tensors, offsets))
         return future
+
+    def ring(self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Begins a step by words. All tensors lie in the arena, and no other step is under way. Any thread may call it.
+
+        `answered` waits for it.
+        """
+        assert self.words is not None
+        places = [[*wire.describe(tensor), self._offset_of(tensor) or 0] for tensor in tensors]
+        header = {**header, "tensors": places, "out": [*wire.describe(out), self._offset_of(out) or 0]}
+        self._pending[header["step"]] = _Pending(out, self._loop.create_future(), list(tensors), True)
+        if not self.lost:
+            self.words.ring(header)
+
+    def answered(self, step: int, until: float) -> dict[str, Any] | None:
+        """Waits for the answer of a step that was rung, and returns its header. None: there is none at `until`, or the link
+        has ended. The memory of such a step is kept until the rank's end of the socket is closed."""
+        assert self.words is not None
+        if not self.words.answered(until):
+            return None
+        self.heard = time.monotonic()
+        pending = self._pending.pop(step, None)
+        if pending is not None and self._watched:
+            self._loop.call_soon_threadsafe(_done, pending.future)
+        return self.words.reply()
+
+    async def outlast(self, step: int) -> None:
+        """Waits for the answer of a step that was given up: the rank is free again, or its link has ended."""
+        while not self.lost and step in self._pending:
+            if self.answered(step, 0.0) is None:
+                await asyncio.sleep(OUTLAST_S)
 
     def beat(self) -> asyncio.Future[dict[str, Any]]:
         """Sends an empty frame. The future ends when the rank's step thread has taken it, after all steps before."""
@@ -126,6 +171,8 @@ class SocketLink:
         return self.submit({**header, "step": self._beats}, [], torch.empty(0))
 
     def pending(self) -> list[asyncio.Future[dict[str, Any]]]:
+        """The futures of those steps. They end with the steps."""
+        self._watched = True
         return [each.future for step, each in self._pending.items() if step >= 0]
 
     def close(self) -> None:
@@ -221,7 +268,10 @@ class SocketLink:
         pending, self._pending = self._pending, {}
         for each in pending.values():
             if not each.future.done():
-                each.future.set_exception(self._gone(why))
+                each.future.set_exception(gone(why))
+                each.future.exception()  # of a step that was rung nobody may ask
+        if self.words is not None:
+            self.words.lost()
         kept = [each for each in pending.values() if each.shared]
         if kept:
             _Remains(self._loop, self._sock, kept)
@@ -232,8 +282,10 @@ class SocketLink:
         if report:
             self._on_lost()
 
-    def _gone(self, why: str) -> RankLost:
-        return RankLost(Failure(rank=-1, phase="process", step=-1, message=f"gone ({why})", consequence=False))
+
+def _done(future: asyncio.Future[dict[str, Any]]) -> None:
+    if not future.done():
+        future.set_result({})
 
 
 class _Remains:

@@ -133,25 +133,28 @@ def send(sock: socket.socket, header: dict[str, Any], tensors: Sequence[torch.Te
 # File descriptors, over Unix sockets.
 
 
-def send_with_descriptor(sock: socket.socket, header: dict[str, Any], fd: int) -> None:
+MOST_DESCRIPTORS = 4  # of one frame
+
+
+def send_with_descriptors(sock: socket.socket, header: dict[str, Any], descriptors: Sequence[int]) -> None:
     (frame,) = encode(header, [])
-    sent = socket.send_fds(sock, [frame], [fd])
+    sent = socket.send_fds(sock, [frame], list(descriptors))
     sock.sendall(memoryview(frame)[sent:])
 
 
-def receive_with_descriptor(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """Receives a frame without tensors and the first descriptor that came with it. Closes any further one."""
+def receive_with_descriptors(sock: socket.socket, most: int) -> tuple[dict[str, Any], list[int]]:
+    """Receives a frame without tensors and the descriptors that came with it. Closes those beyond `most`."""
     if sock.family != socket.AF_UNIX:
-        return receive_header(sock), None
-    space = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+        return receive_header(sock), []
+    space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     prefix, ancillary, _, _ = sock.recvmsg(PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    for surplus in descriptors[1:]:
+    for surplus in descriptors[most:]:
         os.close(surplus)
-    fd = descriptors[0] if descriptors else None
+    kept = list(descriptors[:most])
     try:
         rest = bytearray(PREFIX.size - len(prefix))
         if not prefix:
@@ -159,8 +162,8 @@ def receive_with_descriptor(sock: socket.socket) -> tuple[dict[str, Any], int | 
         receive_exactly(sock, memoryview(rest))
         text = bytearray(header_size(prefix + rest))
         receive_exactly(sock, memoryview(text))
-        return parse(text), fd
+        return parse(text), kept
     except BaseException:
-        if fd is not None:
+        for fd in kept:
             os.close(fd)
         raise

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 import torch
@@ -75,7 +75,7 @@ class Pool(Ranks):
 
     async def start(self) -> None:
         """Returns when every rank has loaded, joined and run a step. Raises the root cause of all ranks' reports."""
-        engine = self.config.engine
+        engine, self.loop = self.config.engine, asyncio.get_running_loop()
         if self.device == "cuda" and (sharing := self.config.cluster.ranks_per_gpu) > 1:
             log.warning(
                 "cluster.gpus_per_rank %g: up to %d ranks share a GPU. That is for trials, not for speed: they take turns on it,"
@@ -154,6 +154,14 @@ class Pool(Ranks):
         except StepFailed as error:
             self.supervisor.judge(error)
             raise
+
+    def run_alone(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult | None:
+        """Runs a step in a thread of its own (`PoolSteps.run_alone`)."""
+        return self.steps.run_alone(plans, shards, self.supervisor.judge)
+
+    def shared(self, nbytes: int) -> Any:
+        """Returns a buffer in the memory that the ranks of this host map, or None when there is none."""
+        return self.arena.buffer(nbytes) if self.arena is not None else None
 
     def rank_of(self, region: int) -> int:
         """Returns the rank that has a client's region open. Raises InvalidRequest or NotReady when none has."""

@@ -8,6 +8,7 @@ knows none of them.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import math
@@ -124,10 +125,14 @@ class Ranks:
         """Measurements and choices of rank 0, made with the present group."""
         self.serving = asyncio.Event()
         self.started = self.closing = False
+        self.loop: Any = None
+        """The event loop of `start`."""
         self.regions = DeviceRegions(lambda: self.members, self.serving)
         self.on_lost: Callable[[Member], None] = lambda member: None
         self.running: dict[int, asyncio.Future] = {}
         """Step number -> future that is done when the step has ended on all ranks."""
+        self.alone: concurrent.futures.Future[None] | None = None
+        """The step that another thread than the loop's runs; done when it has ended. No other step runs meanwhile."""
         self.tokens_total = 0
         """Tokens of all steps since the start, over all ranks."""
         self._versions = itertools.count(1)
@@ -162,6 +167,8 @@ class Ranks:
 
     async def steps_done(self) -> None:
         """Waits for the steps that run now, however they end."""
+        if (alone := self.alone) is not None:
+            await asyncio.wrap_future(alone)
         if self.running:
             await asyncio.wait(list(self.running.values()))
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from epserve.errors import RankFailed
-from epserve.link.failure import Failure, RankLost, root_cause
+from epserve.link.failure import Failure, RankLost, gone, root_cause
 from epserve.rank.step import StepPlan, StepResult
 
 from .members import Member, who
@@ -54,6 +56,8 @@ class PoolSteps:
         """on_failing: is called with the reason as soon as a step fails or is late. The exception follows with all reports."""
         self._ranks, self._on_failing = ranks, on_failing
         self.tokens_done: dict[int, int] = {}
+        self._late: set[asyncio.Task[None]] = set()
+        """Waits for answers of steps that were given up."""
 
     async def run(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult:
         """Runs one collective step.
@@ -69,7 +73,7 @@ class PoolSteps:
         ranks = self._ranks
         if not ranks.serving.is_set():
             raise RankFailed("the ranks are being rebuilt")
-        shape, counts = ranks.plan.spec.shape, plans[0].tokens_per_rank
+        shape = ranks.plan.spec.shape
         placement = ranks.arrangement.placements[plans[0].layer].version
         plans = [replace(plan, generation=ranks.generation, placement=placement) for plan in plans]
         # Other results go to where their requests want them on the rank's GPU.
@@ -89,10 +93,120 @@ class PoolSteps:
         finally:
             del ranks.running[plans[0].step]
             running.set_result(None)
-        ranks.tokens_total += sum(counts)
-        for member, count in zip(members, counts, strict=True):
-            self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
+        self._count(plans[0], members)
         return _result(out_MK, plans, [future.result() for future in futures])
+
+    def run_alone(
+        self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]], judge: Callable[[StepFailed], None]
+    ) -> StepResult | None:
+        """Runs a step by words, in the calling thread, which is not the loop's. No other step is under way.
+
+        Args:
+            plans: as of `run`, without rows in regions of GPUs.
+            shards: as of `run`.
+            judge: is called in the loop with the error of a step that failed.
+
+        Returns:
+            The outcome, or None when the step cannot run now. Nothing has begun then.
+
+        Raises:
+            StepFailed: as `run`.
+        """
+        ranks, counts = self._ranks, plans[0].tokens_per_rank
+        # Set before the state is read. A change of the state, or of the placements, waits for it afterwards.
+        alone = ranks.alone = concurrent.futures.Future()
+        try:
+            members = list(ranks.members)
+            placement = ranks.arrangement.placements[plans[0].layer]
+            if placement.missing or ranks.arena is None or not self._quick(plans, members):
+                return None
+            placed = [self._placed(shard) for shard in shards]
+            shape = ranks.plan.spec.shape
+            out_MK = ranks.arena.empty((sum(counts), shape.hidden), shape.dtype)
+            if out_MK is None or None in placed:
+                return None
+            plans = [replace(plan, generation=ranks.generation, placement=placement.version) for plan in plans]
+            first = 0
+            for member, plan, shard, count in zip(members, plans, placed, counts, strict=True):
+                assert member.link is not None and shard is not None
+                member.link.ring(plan.as_json(), shard, out_MK[first : first + count])
+                first += count
+            answers = self._answers_alone(plans[0], members, judge)
+            self._count(plans[0], members)
+            return _result(out_MK, plans, answers)
+        finally:
+            ranks.alone = None
+            alone.set_result(None)
+
+    def _quick(self, plans: Sequence[StepPlan], members: Sequence[Member]) -> bool:
+        """Returns whether a step can go by words: all ranks are on this host and serve."""
+        links = (member.link for member in members)
+        return (
+            self._ranks.serving.is_set()
+            and len(members) == len(plans)
+            and all(link is not None and link.words is not None and not link.lost for link in links)
+        )
+
+    def _placed(self, shard: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Returns the tensors in the arena, or None when it has no room."""
+        arena = self._ranks.arena
+        placed = []
+        for tensor in shard:
+            if arena is not None and tensor.numel() and arena.offset_of(tensor) is None:
+                copy = arena.empty(tuple(tensor.shape), tensor.dtype)
+                if copy is None:
+                    return None
+                tensor = copy.copy_(tensor)
+            placed.append(tensor)
+        return placed
+
+    def _answers_alone(
+        self, plan: StepPlan, members: Sequence[Member], judge: Callable[[StepFailed], None]
+    ) -> list[dict[str, Any]]:
+        """Waits for the answers of all ranks. Raises StepFailed."""
+        until = time.monotonic() + self._ranks.config.scheduler.step_timeout_s
+        told: list[dict[str, Any] | None] = []
+        for member in members:
+            assert member.link is not None
+            told.append(answer := member.link.answered(plan.step, until))
+            if answer is None or answer.get("failure"):
+                until = min(until, time.monotonic() + SETTLE_S)  # peers report within milliseconds
+        answers = [each for each in told if each is not None and not each.get("failure")]
+        if len(answers) < len(members):
+            failed = self._failed_alone(plan, list(members), told, judge)
+            asyncio.run_coroutine_threadsafe(failed, self._ranks.loop).result()
+        return answers
+
+    async def _failed_alone(
+        self, plan: StepPlan, members: list[Member], told: Sequence[dict[str, Any] | None],
+        judge: Callable[[StepFailed], None],
+    ) -> NoReturn:  # fmt: skip
+        """Finds the culprit of a step of another thread from each rank's answer. Raises StepFailed."""
+        futures: list[asyncio.Future[dict[str, Any]]] = []
+        for member, each in zip(members, told, strict=True):
+            futures.append(future := asyncio.get_running_loop().create_future())
+            if each is None:
+                if member.link is None or member.link.lost:
+                    future.set_exception(gone("the connection ended in a step"))
+                else:
+                    task = asyncio.ensure_future(member.link.outlast(plan.step))
+                    self._late.add(task)
+                    task.add_done_callback(self._late.discard)
+            elif each.get("failure"):
+                future.set_exception(RankLost(Failure(**each["failure"])))
+            else:
+                future.set_result(each)
+        try:
+            await self._finish(plan, futures, members)
+        except StepFailed as error:
+            judge(error)
+            raise
+        raise AssertionError("a step that failed has a failure")
+
+    def _count(self, plan: StepPlan, members: Sequence[Member]) -> None:
+        self._ranks.tokens_total += sum(plan.tokens_per_rank)
+        for member, count in zip(members, plan.tokens_per_rank, strict=True):
+            self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
 
     async def _finish(
         self, plan: StepPlan, futures: list[asyncio.Future[dict[str, Any]]], members: list[Member]

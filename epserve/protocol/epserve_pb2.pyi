@@ -228,6 +228,46 @@ class HoldRegionReply(_message.Message):
     doorbell_key: bytes
     def __init__(self, region: _Optional[str] = ..., doorbell: _Optional[str] = ..., doorbell_key: _Optional[bytes] = ...) -> None: ...
 
+class OpenLaneRequest(_message.Message):
+    __slots__ = ("max_tokens", "slots", "layers", "timeout_ms", "priority")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    slots: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    priority: Priority
+    def __init__(self, max_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+
+class OpenLaneReply(_message.Message):
+    __slots__ = ("lane", "socket", "key", "byte_size", "slots", "max_tokens", "dtype", "hidden", "top_k", "layers", "timeout_ms")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    socket: str
+    key: bytes
+    byte_size: int
+    slots: int
+    max_tokens: int
+    dtype: DType
+    hidden: int
+    top_k: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    def __init__(self, lane: _Optional[str] = ..., socket: _Optional[str] = ..., key: _Optional[bytes] = ..., byte_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
 class ListRegionsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -436,8 +476,24 @@ class Rates(_message.Message):
     steps: float
     def __init__(self, tokens: _Optional[float] = ..., requests: _Optional[float] = ..., errors: _Optional[float] = ..., steps: _Optional[float] = ...) -> None: ...
 
+class Lanes(_message.Message):
+    __slots__ = ("open", "calls", "joined", "refused", "waited", "polling_share")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    POLLING_SHARE_FIELD_NUMBER: _ClassVar[int]
+    open: int
+    calls: int
+    joined: int
+    refused: int
+    waited: int
+    polling_share: float
+    def __init__(self, open: _Optional[int] = ..., calls: _Optional[int] = ..., joined: _Optional[int] = ..., refused: _Optional[int] = ..., waited: _Optional[int] = ..., polling_share: _Optional[float] = ...) -> None: ...
+
 class GetStatusReply(_message.Message):
-    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends", "missing_experts")
+    __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends", "missing_experts", "lanes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +513,7 @@ class GetStatusReply(_message.Message):
     REBALANCES_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     FRONT_ENDS_FIELD_NUMBER: _ClassVar[int]
     MISSING_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     state: str
     generation: int
     steps: int
@@ -476,4 +533,5 @@ class GetStatusReply(_message.Message):
     rebalances_skipped: int
     front_ends: int
     missing_experts: _containers.RepeatedCompositeFieldContainer[LayerExperts]
-    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., spares: _Optional[int] = ..., rebalances: _Optional[int] = ..., rebalances_skipped: _Optional[int] = ..., front_ends: _Optional[int] = ..., missing_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+    lanes: Lanes
+    def __init__(self, state: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., queue_tokens: _Optional[int] = ..., backends: _Optional[str] = ..., calls_in_flight: _Optional[int] = ..., buffered_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., server_version: _Optional[str] = ..., recoveries: _Optional[int] = ..., replayed_requests: _Optional[int] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., spares: _Optional[int] = ..., rebalances: _Optional[int] = ..., rebalances_skipped: _Optional[int] = ..., front_ends: _Optional[int] = ..., missing_experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., lanes: _Optional[_Union[Lanes, _Mapping]] = ...) -> None: ...

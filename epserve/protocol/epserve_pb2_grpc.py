@@ -55,6 +55,11 @@ class ExpertsStub:
                 request_serializer=epserve__pb2.HoldRegionRequest.SerializeToString,
                 response_deserializer=epserve__pb2.HoldRegionReply.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.unary_stream(
+                '/epserve.v1.Experts/OpenLane',
+                request_serializer=epserve__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=epserve__pb2.OpenLaneReply.FromString,
+                _registered_method=True)
         self.ListRegions = channel.unary_unary(
                 '/epserve.v1.Experts/ListRegions',
                 request_serializer=epserve__pb2.ListRegionsRequest.SerializeToString,
@@ -114,6 +119,16 @@ class ExpertsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenLane(self, request, context):
+        """Opens a lane: calls of layers through shared memory of the server's host, for as long as this call lives.
+
+        The server answers once, with the place of the lane's memory, and then holds the call open. Cancelling it, or the
+        client's death, closes the lane. Loopback and Unix-domain peers only. docs/data-paths.md has the words of the memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRegions(self, request, context):
         """The caller's own regions.
         """
@@ -157,6 +172,11 @@ def add_ExpertsServicer_to_server(servicer, server):
                     servicer.HoldRegion,
                     request_deserializer=epserve__pb2.HoldRegionRequest.FromString,
                     response_serializer=epserve__pb2.HoldRegionReply.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_stream_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=epserve__pb2.OpenLaneRequest.FromString,
+                    response_serializer=epserve__pb2.OpenLaneReply.SerializeToString,
             ),
             'ListRegions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRegions,
@@ -283,6 +303,33 @@ class Experts:
             '/epserve.v1.Experts/HoldRegion',
             epserve__pb2.HoldRegionRequest.SerializeToString,
             epserve__pb2.HoldRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/epserve.v1.Experts/OpenLane',
+            epserve__pb2.OpenLaneRequest.SerializeToString,
+            epserve__pb2.OpenLaneReply.FromString,
             options,
             channel_credentials,
             insecure,

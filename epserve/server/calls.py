@@ -8,10 +8,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import grpc
@@ -29,7 +29,7 @@ from .accounts import Account, Accounts
 from .cuda_regions import CudaRegistry
 from .incoming import sockets
 from .incoming.intake import Intake
-from .regions import Regions, Slice
+from .regions import Region, Regions, Slice
 from .watch.layer_counts import Spent
 from .watch.observer import Observer
 from .watch.step_times import StepTimes, Times
@@ -62,6 +62,19 @@ def until_sent() -> Iterator[ExitStack]:
 def is_on_this_host(peer: str) -> bool:
     """Tells whether gRPC's name of a connection is of loopback or a Unix-domain socket."""
     return unquote(peer).startswith(("unix:", "ipv4:127.", "ipv6:[::1]"))
+
+
+class Admitted(Protocol):
+    """A request as the limits see it. `reply_bytes`: of a result that this process holds until it is sent."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def reply_bytes(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def regions(self) -> Collection[Region]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +172,10 @@ class Calls:
             self.check_may_use_regions(caller)
             return self.regions.slice_of(caller.account.name, wanted, nbytes, field)
 
-        priority = self._priority(request.priority, caller)
+        priority = self.priority(request.priority, caller)
         return self.door.check(request, request_id, resolve, priority=priority)
 
-    def _priority(self, wanted: pb.Priority, caller: Caller) -> Priority:
+    def priority(self, wanted: pb.Priority, caller: Caller) -> Priority:
         """Returns the request's priority. Raises InvalidRequest for an unknown one, PermissionDenied above the caller's
         highest."""
         highest = caller.account.current().priority or Priority[self.limits.max_priority.upper()]
@@ -181,7 +194,7 @@ class Calls:
         return priority
 
     @contextmanager
-    def admitting(self, checked: codec.CheckedRequest, caller: Caller) -> Iterator[None]:
+    def admitting(self, checked: Admitted, caller: Caller) -> Iterator[None]:
         """Holds a request's regions, and counts the bytes of request and reply against the server's and the client's
         limits.
 

@@ -34,6 +34,7 @@ from .doorbell import Doorbell
 from .incoming.intake import Intake
 from .incoming.receiving import Receiving
 from .kserve.servicer import InferenceServicer
+from .lanes.door import LaneDoor
 from .regions import Regions
 from .servicer import ExpertsServicer
 from .watch.observer import Observer
@@ -84,6 +85,7 @@ class Server:
         self._default_deadline_s = default_deadline_s
         self._port = 0
         self._doorbell: Doorbell | None = None
+        self._lanes: LaneDoor | None = None
         self._server: grpc.aio.Server | None = None
         self._calls: Calls | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,6 +102,11 @@ class Server:
     def metrics_port(self) -> int:
         """Returns the port of the status page and the metrics, or 0 when there are none."""
         return self._page.port if self._page is not None else 0
+
+    @property
+    def lanes_cpu_s(self) -> float:
+        """Returns the processor time of the thread that serves lanes, at most a second old."""
+        return self._lanes.poller.cpu_s if self._lanes is not None else 0.0
 
     @property
     def address(self) -> str:
@@ -136,7 +143,11 @@ class Server:
         self._doorbell = Doorbell(calls)
         if config.regions:
             await self._doorbell.start()
-        experts = ExpertsServicer(calls, self._doorbell)
+        self._lanes = LaneDoor(calls)
+        observer.metrics.lanes = self._lanes.shown
+        if config.lanes:
+            self._lanes.start()
+        experts = ExpertsServicer(calls, self._doorbell, self._lanes)
         frames.add_experts_servicer(experts, server)
         admin_pb_grpc.add_AdminServicer_to_server(AdminServicer(self._engine, guarded=accounts.guarded), server)
         names.append(ADMIN_SERVICE)
@@ -181,7 +192,11 @@ class Server:
         await self._health.enter_graceful_shutdown()
         if not await calls.drain(grace):
             log.warning("%d calls were still running after %.1f s; they are cancelled", calls.in_flight, grace)
+        if self._lanes is not None:
+            await self._lanes.drain(grace)
         await server.stop(FLUSH_S)
+        if self._lanes is not None:
+            await self._lanes.stop()
         if self._doorbell is not None:
             self._doorbell.stop()
         if self._page is not None:

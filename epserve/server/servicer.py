@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from epserve import __version__
-from epserve.errors import InvalidRequest
+from epserve.errors import EpserveError, InvalidRequest
 from epserve.modular_kernel.measured.selection import Choice
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
@@ -20,6 +20,7 @@ from epserve.protocol.served_model import model_reply
 
 from .calls import Calls, until_sent
 from .doorbell import Doorbell
+from .lanes.door import LaneDoor
 from .regions import Region
 from .stream import StreamSession
 
@@ -27,8 +28,8 @@ log = logging.getLogger("epserve.server")
 
 
 class ExpertsServicer(pb_grpc.ExpertsServicer):
-    def __init__(self, calls: Calls, doorbell: Doorbell):
-        self._calls, self._doorbell = calls, doorbell
+    def __init__(self, calls: Calls, doorbell: Doorbell, lanes: LaneDoor):
+        self._calls, self._doorbell, self._lanes = calls, doorbell, lanes
         self._started = time.monotonic()
 
     async def Forward(self, request: Received, context: grpc.aio.ServicerContext) -> Outgoing:  # type: ignore[override]
@@ -77,6 +78,19 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
         finally:
             regions.forget(region)
             self._doorbell.forget(key)
+
+    async def OpenLane(self, request: pb.OpenLaneRequest, context: grpc.aio.ServicerContext) -> None:
+        try:
+            lane, reply = self._lanes.open(request, self._calls.caller(context))
+        except Exception as error:
+            await status.abort(context, status.failure_of(error))
+        try:
+            await status.write(context, reply)
+            await self._lanes.hold(lane)  # a client that ends the call, or dies, cancels this
+        except EpserveError as error:
+            await status.abort(context, status.failure_of(error))
+        finally:
+            self._lanes.close(lane)
 
     async def ListRegions(
         self, request: pb.ListRegionsRequest, context: grpc.aio.ServicerContext
@@ -149,6 +163,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
                 pb.LayerExperts(layer=layer, experts=experts) for layer, experts in engine.missing_experts.items()
             ],
             front_ends=engine.front_ends,
+            lanes=self._lanes.shown(),
         )
 
 

@@ -187,7 +187,7 @@ async def test_a_rank_maps_no_memory_of_a_stranger_or_of_another_size(arena):
 
     def refused(token: str, size: int) -> None:
         with dataclasses.replace(server.address, token=token).connect() as caller:
-            wire.send_with_descriptor(caller, {"arena": size}, arena.fd)
+            wire.send_with_descriptors(caller, {"arena": size}, [arena.fd])
             wire.receive_header(caller)
 
     with pytest.raises(ConnectionError):  # hung up on, before or after all has been sent

@@ -6,7 +6,7 @@ client, request, layer and rank together. The engine's own counts are read at sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class Metrics:
             "epserve_calls_in_flight", "Requests on their way here, here, or with a reply that is not sent.", **make
         )
         self.buffered_bytes = Gauge("epserve_buffered_bytes", "Bytes of those requests and of their replies.", **make)
+        self.lanes: Callable[[], Any] | None = None
+        """What lanes have done (`pb.Lanes`)."""
         self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
         ProcessCollector(registry=self.registry)
         self.registry.register(_StatusCollector(self))
@@ -149,6 +151,12 @@ class _StatusCollector(Collector):
             for (rank, phase), seconds in sorted(self._metrics.rank_phases.items()):
                 families["rank_phase_seconds"].add_metric([str(rank), phase], seconds)
             _fill_experts(families, self._metrics)
+        if self._metrics.lanes is not None:
+            lanes = self._metrics.lanes()
+            families["lanes"].add_metric([], lanes.open)
+            families["lanes_polling_share"].add_metric([], lanes.polling_share)
+            for name in ("calls", "joined", "refused", "waited"):
+                families["lane_calls" if name == "calls" else f"lane_calls_{name}"].add_metric([], getattr(lanes, name))
         yield from families.values()
 
 
@@ -164,6 +172,8 @@ def _families() -> dict[str, Any]:
         "rank_weights_bytes": ("Bytes of the experts that a rank holds.", ("rank",)),
         "rank_load_imbalance": ("Busiest rank's expert tokens over the mean rank's, last minute.", ()),
         "hot_expert_id": ("Logical expert with the n-th most tokens in the last minute, all layers.", ("place",)),
+        "lanes": ("Lanes that clients have open.", ()),
+        "lanes_polling_share": ("Processor time of the thread that serves lanes over the time; 1 is one core.", ()),
         "hot_expert_load": ("Its tokens over the mean expert's.", ("place",)),
     }
     counters = {
@@ -176,6 +186,10 @@ def _families() -> dict[str, Any]:
         "rank_expert_tokens": ("Tokens that a rank's experts got, one for each of a token's experts.", ("rank",)),
         "rank_phase_seconds": ("Seconds of a rank in each phase of its steps.", ("rank", "phase")),
         "expert_tokens": ("Tokens of an expert or a range of experts (logical ids), all layers.", ("expert",)),
+        "lane_calls": ("Calls that came through lanes.", ()),
+        "lane_calls_joined": ("Of those: they shared a step with others.", ()),
+        "lane_calls_refused": ("Of those: they were refused, or failed.", ()),
+        "lane_calls_waited": ("Of those: they went through the queue, since the ranks were not free.", ()),
         "triton_late_compiles": ("Kernels compiled after warm-up, on the request path.", ("rank",)),
     }
     made: dict[str, Any] = {}

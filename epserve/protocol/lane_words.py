@@ -1,0 +1,96 @@
+"""What client and service share of a lane: the words of its page, and where the rows of its slots lie.
+
+    0                 magic, slots
+    64                beat: the service changes it about once a second
+    128 + 128 s       bell of slot s, by the client:   number:32, mode:2, layer:14, tokens:16
+    192 + 128 s       answer of slot s, by the service: number:32, status:32
+    4096 + 512 s      why the call of slot s failed: bytes:16, then a Failure message
+    8192 + ...        slot behind slot: rows, results, ids, weights
+
+`docs/data-paths.md` describes the protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+MAGIC = 0x31454E414C  # "LANE1"
+MAX_SLOTS = 8
+MAX_TOKENS = (1 << 16) - 1
+MAX_LAYER = (1 << 14) - 1
+KEY_BYTES = 32
+BEAT_AT = 64
+WHY_AT, WHY_BYTES = 4096, 512
+ROWS_AT = WHY_AT + MAX_SLOTS * WHY_BYTES
+ALIGNMENT = 256
+
+BLOCK, ROUTED = 0, 1
+MODES = {BLOCK: "block", ROUTED: "routed"}
+"""The service's gate chooses experts, or ids and weights come with the rows."""
+
+OK = 0
+BAD_HEADER, BAD_IDS, NOT_FINITE = 1, 2, 4
+"""The call was refused. The lane goes on."""
+ABORTED, RANK_LOST, TIMED_OUT, CLOSED = 8, 16, 32, 64
+"""RANK_LOST and TIMED_OUT: this call failed, and may be sent again. ABORTED and CLOSED: the lane has ended."""
+OVERLOADED, FAILED = 128, 256
+"""OVERLOADED: a limit was reached, send again later. FAILED: `why` has the reason."""
+ENDED = ABORTED | CLOSED
+
+
+def bell_at(slot: int) -> int:
+    return 128 + 128 * slot
+
+
+def answer_at(slot: int) -> int:
+    return 192 + 128 * slot
+
+
+def why_at(slot: int) -> int:
+    return WHY_AT + WHY_BYTES * slot
+
+
+def header(*, mode: int, layer: int, tokens: int) -> int:
+    """Returns the lower half of a bell."""
+    return mode << 30 | layer << 16 | tokens
+
+
+def parts(word: int) -> tuple[int, int, int, int]:
+    """Returns number, mode, layer and tokens of a bell."""
+    return word >> 32, word >> 30 & 3, word >> 16 & MAX_LAYER, word & MAX_TOKENS
+
+
+@dataclass(frozen=True, slots=False, kw_only=True)
+class Layout:
+    """The memory of a lane: `slots` times `cap` rows of `hidden` values of `itemsize` bytes, and `top_k` ids and weights."""
+
+    slots: int
+    cap: int
+    hidden: int
+    top_k: int
+    itemsize: int
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[int, int]]:
+        """Returns the offset of each part in its slot, and its bytes."""
+        rows, routing = self.cap * self.hidden * self.itemsize, 4 * self.cap * self.top_k
+        found, end = {}, 0
+        for name, size in (("x", rows), ("y", rows), ("ids", routing), ("weights", routing)):
+            found[name] = end, size
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        found["end"] = end, 0
+        return found
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._ends["end"][0]
+
+    @property
+    def total(self) -> int:
+        return ROWS_AT + self.slots * self.slot_bytes
+
+    def part(self, slot: int, name: str) -> tuple[int, int]:
+        """Returns offset and bytes of a slot's "x", "y", "ids" or "weights"."""
+        offset, size = self._ends[name]
+        return ROWS_AT + slot * self.slot_bytes + offset, size

@@ -1,0 +1,257 @@
+"""This module is the server's end of one lane: its memory, its slots, and what a call in it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from epserve.engine.planning import Batch, Priority
+from epserve.engine.shares import not_finite
+from epserve.errors import (
+    DeadlineExceeded,
+    EpserveError,
+    InvalidRequest,
+    NotFinite,
+    NotReady,
+    Overloaded,
+    RankFailed,
+    Unauthenticated,
+)
+from epserve.models import ModelInfo
+from epserve.modular_kernel import Routing, check_routing
+from epserve.process import words
+from epserve.protocol import lane_words as lw
+from epserve.protocol import status
+from epserve.server.calls import Caller
+from epserve.server.finite import all_finite, rows_not_finite
+
+STATUSES: tuple[tuple[type[EpserveError], int], ...] = (
+    (Unauthenticated, lw.CLOSED),
+    (DeadlineExceeded, lw.TIMED_OUT),
+    (Overloaded, lw.OVERLOADED),
+    (RankFailed, lw.RANK_LOST),
+    (NotReady, lw.RANK_LOST),
+)
+FIELDS = {"bell": lw.BAD_HEADER, "layer": lw.BAD_HEADER, "topk_ids": lw.BAD_IDS, "hidden_states": lw.NOT_FINITE,
+          "topk_weights": lw.NOT_FINITE}  # fmt: skip
+MESSAGE_CHARS = 300
+"""Longest text of a failure in a lane's page."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot. The first four tensors lie in the lane's memory, which the client can write at any time. `own` has the copy
+    that is checked and computed on, once there was a call."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    last: int = 0
+    """The number of the last bell that was taken."""
+    busy: bool = False
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A bell that was taken. Times are time.monotonic() seconds."""
+
+    lane: Lane
+    slot: int
+    number: int
+    mode: int
+    layer: int
+    tokens: int
+    seen: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.layer, self.mode
+
+    @property
+    def deadline(self) -> float:
+        return self.seen + self.lane.timeout_s
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of rows, ids and weights."""
+        layout = self.lane.layout
+        routing = 8 * layout.top_k if self.mode == lw.ROUTED else 0
+        return self.tokens * (layout.hidden * layout.itemsize + routing)
+
+    @property
+    def reply_bytes(self) -> int:
+        """None: the result lies in the lane."""
+        return 0
+
+    @property
+    def regions(self) -> frozenset[Any]:
+        return frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Made by `LaneDoor.open`. `ended`: set when the service closes it."""
+
+    layout: lw.Layout
+    layers: frozenset[int]
+    info: ModelInfo
+    caller: Caller
+    priority: Priority
+    timeout_s: float
+    name: str = field(default_factory=lambda: f"lane-{secrets.token_hex(4)}")
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+    """Calls that wait in the queue, or run from there."""
+    fd: int = -1
+    bell: int = -1
+    slots: tuple[Slot, ...] = ()
+    _map: Any = None
+    _words: Any = None
+
+    def make(self) -> None:
+        """Makes the memory. Raises OSError where the system gives none."""
+        layout = self.layout
+        self.fd = words.sealed_memory("epserve-lane", layout.total)
+        try:
+            self._map = words.map_sealed(os.dup(self.fd), layout.total)
+            self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._words = words.Words(self._map)
+        self._words.store(0, layout.slots, lw.MAGIC & 0xFFFFFFFF)
+        self.slots = tuple(self._slot(number) for number in range(layout.slots))
+
+    def close(self) -> None:
+        """No bell is taken any more. The memory goes with the last tensor over it."""
+        self.closed = True
+        for fd in (self.fd, self.bell):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.bell = -1
+        for task in list(self.running):
+            task.cancel()
+
+    @property
+    def busy(self) -> bool:
+        return any(slot.busy for slot in self.slots)
+
+    def rung(self) -> Iterator[tuple[int, int]]:
+        """Yields each slot whose bell has another number than the last, and the bell, which is read once."""
+        load = self._words.load
+        for number, slot in enumerate(self.slots):
+            if not slot.busy and (bell := load(lw.bell_at(number))) >> 32 != slot.last:
+                yield number, bell
+
+    def take(self, slot: int, bell: int) -> Call:
+        """Takes a bell. The call is answered in any case. Raises InvalidRequest for a header that is out of range."""
+        number, mode, layer, tokens = lw.parts(bell)
+        held = self.slots[slot]
+        wanted, held.last = (held.last + 1) & 0xFFFFFFFF, number
+        if number != wanted:
+            raise InvalidRequest(f"bell: number {number}, the next one of slot {slot} is {wanted}", field="bell")
+        if mode not in lw.MODES:
+            raise InvalidRequest(f"bell: mode {mode}, there are {len(lw.MODES)}", field="bell")
+        if layer not in self.layers:
+            raise InvalidRequest(f"bell: layer {layer} is none of the lane's {len(self.layers)}", field="layer")
+        if not 1 <= tokens <= self.layout.cap:
+            raise InvalidRequest(f"bell: {tokens} tokens, the lane takes 1 to {self.layout.cap}", field="bell")
+        held.busy = True
+        return Call(lane=self, slot=slot, number=number, mode=mode, layer=layer, tokens=tokens, seen=time.monotonic())
+
+    def batch(self, call: Call, memory: Callable[[int], Any]) -> Batch:
+        """Copies a call's rows, ids and weights, and checks the copy. Raises InvalidRequest.
+
+        memory: gives a buffer that the ranks read in place, or None.
+        """
+        slot = self.slots[call.slot]
+        x, ids, weights = slot.own = slot.own or self._own(memory)
+        hidden = x[: call.tokens].copy_(slot.x[: call.tokens])
+        if not all_finite(hidden):
+            row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
+            raise not_finite(self.info.dtype, row, column, str(hidden[row, column].item()))
+        routing: Routing | None = None
+        if call.mode == lw.ROUTED:
+            ids, weights = ids[: call.tokens].copy_(slot.ids[: call.tokens]), weights[: call.tokens]
+            weights.copy_(slot.weights[: call.tokens])
+            routing = check_routing(ids, weights, num_tokens=call.tokens, num_experts=self.info.num_experts)
+        return Batch(
+            layer=call.layer, hidden=hidden, ids=routing.ids_Mt if routing else None,
+            weights=routing.weights_Mt if routing else None, deadline=call.deadline, client=self.caller.name,
+            request_id=f"{self.name}-{call.slot}-{call.number}", priority=self.priority, routing_checked=True,
+        )  # fmt: skip
+
+    def answer(self, call: Call, out_MK: torch.Tensor) -> None:
+        """Puts the result into the slot and answers. Raises NotFinite, and answers nothing then."""
+        if wrong := rows_not_finite(out_MK):
+            raise NotFinite(
+                f"hidden_states: layer {call.layer} makes NaN or infinity of {len(wrong)} of {call.tokens} tokens, the first is"
+                f" row {wrong[0]}: values pass the largest number on the way; send smaller ones, or call over gRPC with"
+                " keep_not_finite",
+                field="hidden_states",
+            )
+        self.slots[call.slot].y[: call.tokens].copy_(out_MK)
+        self._say(call.slot, call.number, lw.OK)
+
+    def refuse(self, slot: int, number: int, error: BaseException, tokens: int = 0) -> str:
+        """Answers with the error. The rows of the result become NaN. Returns the status's name."""
+        failure = status.failure_of(error, f"{self.name}-{slot}-{number}")
+        failure.message = failure.message[:MESSAGE_CHARS]
+        why = failure.SerializeToString()
+        at = lw.why_at(slot)
+        if len(why) <= lw.WHY_BYTES - 2:
+            self._map[at + 2 : at + 2 + len(why)] = why
+            self._map[at : at + 2] = len(why).to_bytes(2, "little")
+        if tokens:
+            self.slots[slot].y[:tokens].fill_(float("nan"))
+        self._say(slot, number, _status(error))
+        return failure.code
+
+    def beat(self, count: int) -> None:
+        self._words.store(lw.BEAT_AT, 0, count & 0xFFFFFFFF)
+
+    def _say(self, slot: int, number: int, value: int) -> None:
+        self.slots[slot].busy = False  # before the word: the client may ring at once
+        self._words.store(lw.answer_at(slot), number, value)
+        self._words.wake(lw.answer_at(slot))
+
+    def _slot(self, number: int) -> Slot:
+        rows, routing = (self.layout.cap, self.layout.hidden), (self.layout.cap, self.layout.top_k)
+        return Slot(
+            x=self._tensor(number, "x", self.info.dtype, rows),
+            y=self._tensor(number, "y", self.info.dtype, rows),
+            ids=self._tensor(number, "ids", torch.int32, routing),
+            weights=self._tensor(number, "weights", torch.float32, routing),
+        )
+
+    def _tensor(self, slot: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        offset, size = self.layout.part(slot, name)
+        return torch.frombuffer(self._map, dtype=dtype, count=size // dtype.itemsize, offset=offset).view(*shape)
+
+    def _own(self, memory: Callable[[int], Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        slot = self.slots[0]
+
+        def made(like: torch.Tensor) -> torch.Tensor:
+            buffer = memory(like.nbytes)
+            return torch.frombuffer(buffer, dtype=like.dtype).view(like.shape) if buffer else torch.empty_like(like)
+
+        return made(slot.x), made(slot.ids), made(slot.weights)
+
+
+def _status(error: BaseException) -> int:
+    for kind, value in STATUSES:
+        if isinstance(error, kind):
+            return value
+    if isinstance(error, InvalidRequest):
+        return FIELDS.get(error.field, lw.FAILED)
+    return lw.FAILED

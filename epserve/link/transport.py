@@ -76,7 +76,7 @@ class SocketLink:
         self._beats = 0  # counts down, since steps have the numbers above
         self.heard = 0.0  # time of the last answer, time.monotonic()
         self.lost = False
-        self._watched = False  # somebody waits for steps that it has not sent
+        self._watched = False  # a caller waits for the ends of steps
         self._incoming = self._answers()
         self._view = next(self._incoming)
         self._loop.add_reader(sock, self._readable)
@@ -269,7 +269,7 @@ class SocketLink:
         for each in pending.values():
             if not each.future.done():
                 each.future.set_exception(gone(why))
-                each.future.exception()  # of a step that was rung nobody may ask
+                each.future.exception()  # a step that was rung may have no reader
         if self.words is not None:
             self.words.lost()
         kept = [each for each in pending.values() if each.shared]

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import epserve.transformers
+from epserve.errors import ConfigError
 from tests.models.coverage_table import InProcess, write_checkpoint
 
 PROMPTS = torch.tensor([[0, 0, 0, 11, 12, 13, 14], [21, 22, 23, 24, 25, 26, 27]])
@@ -71,5 +72,5 @@ def test_a_model_cannot_be_pickled(tmp_path):
     path = write_checkpoint("mixtral", tmp_path / "checkpoint")
     with epserve.transformers.connect(InProcess(path)) as service:
         remote = epserve.transformers.from_pretrained(path, service)
-        with pytest.raises(pickle.PicklingError, match="MixtralExperts"):
+        with pytest.raises(ConfigError, match=r"cannot be pickled .* save its state_dict\(\)"):
             pickle.dumps(remote)

@@ -5,9 +5,11 @@ Everything here is derived from the registries and the capability records.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from epserve import all2all, experts
+from epserve.errors import ConfigError
 from epserve.modular_kernel import LayerSpec, Registry, why_not
 
 
@@ -41,6 +43,38 @@ def pairs(spec: LayerSpec | None = None) -> list[Pair]:
             missing = tuple(f"{name}: {text}" for name, text in found if text)
             table.append(Pair(all2all=pf_name, experts=experts_name, reasons=reasons, missing=missing))
     return table
+
+
+def class_names(registry: Registry) -> dict[str, str]:
+    """Returns the class of each backend, prepare/finalize or experts, and its name in the registry."""
+    classes = {name: registry.get(name) for name in registry.names()}
+    return {getattr(each, "prepare_finalize", each).__name__: name for name, each in classes.items()}
+
+
+def backend_name(registry: Registry, text: str) -> str:
+    """Returns the registry's name of a backend that is named so or by its class. Raises ConfigError with the closest name."""
+    of_class = class_names(registry)
+    if text in registry.names() or text in of_class:
+        return of_class.get(text, text)
+    close = difflib.get_close_matches(text, [*registry.names(), *of_class], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"{registry.kind} {text!r} is unknown{hint} (known: {', '.join(registry.names())}, and their classes)"
+    )
+
+
+def listing(spec: LayerSpec | None = None) -> list[str]:
+    """Returns a line for each pair that fits: both names, both classes, and what this machine lacks."""
+    of_name = [
+        {name: each for each, name in class_names(registry).items()}
+        for registry in (all2all.REGISTRY, experts.REGISTRY)
+    ]
+    return [
+        f"{pair.all2all} + {pair.experts}  ({of_name[0][pair.all2all]} + {of_name[1][pair.experts]})"
+        + (f": not here, {'; '.join(pair.missing)}" if pair.missing else "")
+        for pair in pairs(spec)
+        if pair.fits
+    ]
 
 
 def markdown() -> str:

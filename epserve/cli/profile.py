@@ -6,12 +6,16 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+
+if TYPE_CHECKING:
+    from .layer.profile import ProfileRequest
 
 SIZES = {
     "cpu": {"hidden": 256, "intermediate": 128, "num_experts": 16, "top_k": 4, "shared": 128},
@@ -21,30 +25,46 @@ Size = Annotated[int | None, typer.Option(help="Default: DeepSeek-V3's on CUDA, 
 
 
 def profile(
-    pf_type: Annotated[str, typer.Option(help="All-to-all backend (prepare/finalize); see `epserve compat`.")],
-    experts_type: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")],
+    pf_type: Annotated[
+        str, typer.Option(help="All-to-all backend (prepare/finalize), by its name or its class; see --list.")
+    ] = "",
+    experts_type: Annotated[str, typer.Option(help="Experts backend, by its name or its class; see --list.")] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every pair that runs here, or those of one backend if one is named.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--list", help="Print every pair that fits, and end.")] = False,
     world_size: Annotated[int, typer.Option(help="Ranks, one process each, on this host.")] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 128,
     quant: Annotated[str, typer.Option(help="none (bf16) or fp8_block.")] = "none",
     rank: Annotated[int, typer.Option(help="Rank whose trace is written.")] = 0,
-    trace: Annotated[Path, typer.Option(help="Chrome-format trace: chrome://tracing, ui.perfetto.dev.")] = Path(
-        "epserve_trace.json"
-    ),
+    trace: Annotated[
+        Path,
+        typer.Option(help="Chrome-format trace: chrome://tracing, ui.perfetto.dev. --all adds the pair's names."),
+    ] = Path("epserve_trace.json"),
     repeats: Annotated[int, typer.Option(help="Forwards to time, for the table's medians.")] = 20,
     hidden: Size = None,
     intermediate: Size = None,
     num_experts: Size = None,
     top_k: Size = None,
     shared: Annotated[int | None, typer.Option(help="Intermediate size of the shared expert; 0: none.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.", min=1)] = 180.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run of one pair.", min=1)] = 180.0,
 ) -> None:
     """Trace one forward of a DeepSeek-V3-like layer on any compatible pair, and print the time of each phase."""
+    from epserve import all2all, experts
     from epserve.errors import ConfigError
 
+    from .compat import backend_name, listing
     from .layer.profile import ProfileRequest, profile_layer
     from .layer.synthetic import LayerSizes
 
+    if show:
+        print("\n".join(listing()))
+        return
+    pf_name = backend_name(all2all.REGISTRY, pf_type) if pf_type else ""
+    experts_name = backend_name(experts.REGISTRY, experts_type) if experts_type else ""
+    if not every and not (pf_name and experts_name):
+        raise ConfigError("name a pair with --pf-type and --experts-type (--list prints them), or take --all")
     if device not in SIZES:
         raise ConfigError(f"device {device!r} is not {' or '.join(SIZES)}")
     chosen = {
@@ -57,9 +77,16 @@ def profile(
     given: dict[str, Any] = SIZES[device] | {name: size for name, size in chosen.items() if size is not None}
     sizes = LayerSizes(**given, scheme=quant)
     request = ProfileRequest(
-        all2all=pf_type, experts=experts_type, trace=trace, sizes=sizes, world_size=world_size, device=device,
+        all2all=pf_name, experts=experts_name, trace=trace, sizes=sizes, world_size=world_size, device=device,
         tokens=tokens, rank=rank, repeats=repeats, timeout_s=timeout,
     )  # fmt: skip
+    heading = (
+        f"{world_size} ranks on {device}, {tokens} tokens a rank, hidden {sizes.hidden},"
+        f" {sizes.num_experts} experts, top-{sizes.top_k}, {'bf16' if quant == 'none' else quant}; medians of {repeats}"
+    )
+    if every:
+        profile_all(request, heading)
+        return
     result = profile_layer(request)
     table = Table("phase", "us", "share", "slowest rank, us", box=None)
     for phase in result.phases:
@@ -67,13 +94,50 @@ def profile(
         table.add_row(phase.phase, f"{phase.us:.1f}", f"{share:.0%}", f"{phase.slowest_us:.1f}")
     table.add_row("forward", f"{result.total_us:.1f}", "", "")
     console = Console()
-    console.print(
-        f"{pf_type} + {experts_type}: {world_size} ranks on {device}, {tokens} tokens a rank, hidden {sizes.hidden},"
-        f" {sizes.num_experts} experts, top-{sizes.top_k}, {'bf16' if quant == 'none' else quant}; medians of {repeats}"
-    )
+    console.print(f"{pf_name} + {experts_name}: {heading}")
     console.print(table)
     console.print(f"relative L2 error against float32: {result.error:.1e}")
     console.print(f"trace of rank {rank}: {result.trace}", soft_wrap=True)
+
+
+def profile_all(request: ProfileRequest, heading: str) -> None:
+    """Profiles every pair that runs here, with a trace each, and prints one table. Raises the first error at the end."""
+    from epserve.errors import EpserveError, Incompatible
+
+    from .compat import pairs
+    from .layer.profile import PHASES, profile_layer
+
+    spec = request.sizes.spec(request.world_size, request.device)
+    named = [
+        pair for pair in pairs(spec) if request.all2all in ("", pair.all2all) and request.experts in ("", pair.experts)
+    ]
+    here = [pair for pair in named if pair.usable]
+    if not here:
+        why = tuple(dict.fromkeys(reason for pair in named for reason in pair.reasons + pair.missing))
+        raise Incompatible("no such pair can run this layer here:", why)
+    table = Table(Column("pair, us", no_wrap=True), *PHASES, "forward", "error", box=None)
+    failed: list[EpserveError] = []
+    lines = []
+    for pair in here:
+        name, trace = f"{pair.all2all} + {pair.experts}", f"{request.trace.stem}_{pair.all2all}_{pair.experts}"
+        asked = replace(request, all2all=pair.all2all, experts=pair.experts, trace=request.trace.with_stem(trace))
+        try:
+            result = profile_layer(asked)
+        except EpserveError as error:
+            failed.append(error)
+            table.add_row(name, *[""] * len(PHASES), "", "failed")
+            continue
+        times = {phase.phase: f"{phase.us:.1f}" for phase in result.phases}
+        cells = [times.get(phase, "") for phase in PHASES]
+        table.add_row(name, *cells, f"{result.total_us:.1f}", f"{result.error:.1e}")
+        lines.append(f"trace of {name}: {result.trace}")
+    console = Console()
+    console.print(heading)
+    console.print(table)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    if failed:
+        raise failed[0]
 
 
 def bench(

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from epserve.cli import profile as profile_cli
+from epserve.cli.commands import app
+from epserve.cli.compat import pairs
 from epserve.cli.layer import profile as layer_profile
-from epserve.cli.layer.profile import PHASES, ProfileRequest, profile_layer
+from epserve.cli.layer.profile import PHASES, PhaseTime, ProfileRequest, ProfileResult, profile_layer
 from epserve.cli.layer.synthetic import LayerSizes, SyntheticLayer, expert_weights
 from epserve.errors import ConfigError, Incompatible, InternalError, RankFailed
 from epserve.modular_kernel import PrepareFinalizeOptions, RankContext
@@ -166,3 +169,41 @@ def test_bench_without_a_source_tree_says_where_the_benchmarks_are(monkeypatch, 
         profile_cli.source_tree()
     monkeypatch.chdir(ROOT)
     assert profile_cli.source_tree() == ROOT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "known", "refused"),
+    [
+        (("--list",), "deepep_ht + triton  (DeepEPHTPrepareAndFinalize + TritonExperts)", "local + batched_loop"),
+        (("--pf-type", "AllToAllPrepareAndFinalise", "--experts-type", "loop"), "did you mean 'AllToAllPrepareAndFinalize'", ""),
+        (("--pf-type", "all_to_all"), "--list prints them", ""),
+        (("--all", "--pf-type", "nvshmem"), "no such pair can run this layer here", ""),
+    ],
+)  # fmt: skip
+def test_pairs_are_listed_and_named_by_their_classes(arguments, known, refused):
+    done = CliRunner().invoke(app, ["profile", *arguments])
+    said = done.stdout + str(done.exception or "")
+    assert known in said and (done.exit_code == 0) == (arguments == ("--list",))
+    assert not refused or refused not in said
+
+
+def test_all_pairs_of_a_backend_have_a_trace_each(monkeypatch, tmp_path):
+    """Every pair that runs here, one that fails among them: the table has all of them, and the failure is the exit's."""
+    asked = []
+
+    def profiled(request):
+        asked.append((request.all2all, request.experts))
+        if request.experts == "grouped_mm":
+            raise RankFailed("rank 1 is late")
+        request.trace.write_text("{}")
+        return ProfileResult(phases=(PhaseTime(phase="gate", us=1.5, slowest_us=2.0),), error=1e-3, trace=request.trace)
+
+    monkeypatch.setattr(layer_profile, "profile_layer", profiled)
+    trace = tmp_path / "trace.json"
+    words = ["profile", "--all", "--pf-type", "AllToAllPrepareAndFinalize", "--trace", str(trace)]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    usable = [(pair.all2all, pair.experts) for pair in pairs(LayerSizes(**profile_cli.SIZES["cpu"]).spec(2, "cpu"))
+              if pair.usable and pair.all2all == "all_to_all"]  # fmt: skip
+    assert asked == usable and ("all_to_all", "loop") in asked
+    assert (tmp_path / "trace_all_to_all_loop.json").exists() and "trace_all_to_all_loop.json" in done.stdout
+    assert isinstance(done.exception, RankFailed) and "failed" in done.stdout

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from epserve import all2all, experts
-from epserve.errors import Incompatible
+from epserve.cli.compat import backend_name, listing
+from epserve.errors import ConfigError, Incompatible
 from epserve.modular_kernel import (
     FusedMoEModularKernel,
     LayerSpec,
@@ -177,10 +178,31 @@ def test_equals_the_dense_reference_on_gpus(pf_name, experts_name, world):
         check_case(pf_name, experts_name, case_name, world, "cuda")
 
 
+def add_pair(parser: argparse.ArgumentParser) -> None:
+    """Backends by their names or their classes; --list prints every pair that fits."""
+
+    def of(registry):
+        def name(text: str) -> str:
+            try:
+                return backend_name(registry, text)
+            except ConfigError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        return name
+
+    class Listing(argparse.Action):
+        def __call__(self, parser, *_):
+            print("\n".join(listing()))
+            parser.exit()
+
+    parser.add_argument("--list", action=Listing, nargs=0, help="print every pair that fits, and end")
+    parser.add_argument("--pf-type", required=True, type=of(all2all.REGISTRY))
+    parser.add_argument("--experts-type", required=True, type=of(experts.REGISTRY))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the case table for one pair.")
-    parser.add_argument("--pf-type", required=True, choices=all2all.REGISTRY.names())
-    parser.add_argument("--experts-type", required=True, choices=experts.REGISTRY.names())
+    add_pair(parser)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", choices=tuple(CASES), action="append", help="only these cases")

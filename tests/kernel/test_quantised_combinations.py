@@ -30,7 +30,7 @@ from epserve.modular_kernel import (
 from tests.support import triton_cases
 from tests.support.ranks import num_places, own_pool, run_ranks
 
-from .test_modular_kernel_combinations import GPU_WORLDS, PAIRS, missing, reasons
+from .test_modular_kernel_combinations import GPU_WORLDS, PAIRS, add_pair, missing, reasons
 
 EXPERTS, TOKENS, CAP = 8, 37, 16  # three rounds
 SCHEMES = [*((scheme, False) for scheme in QuantConfig.SCHEMES), ("fp8_tensor", True)]
@@ -115,8 +115,7 @@ def test_some_pair_takes_each_scheme(scheme):
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every quantisation that fits one pair.")
-    parser.add_argument("--pf-type", required=True, choices=all2all.REGISTRY.names())
-    parser.add_argument("--experts-type", required=True, choices=experts.REGISTRY.names())
+    add_pair(parser)
     parser.add_argument("--world-size", type=int, default=2)
     options = parser.parse_args(arguments)
     pair = (options.pf_type, options.experts_type)

@@ -97,6 +97,13 @@ def greedy(model, **kwargs):
         return model.generate(input_ids=PROMPTS, **settings, **kwargs)
 
 
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Of all parameters outside the experts."""
+    model.zero_grad()
+    model(input_ids=PROMPTS, labels=PROMPTS, use_cache=False).loss.backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
 class At(LogitsProcessor):
     """Calls `action` once, after `count` tokens."""
 
@@ -111,7 +118,8 @@ class At(LogitsProcessor):
 
 def test_a_family_without_a_table_and_a_service_that_dies_in_the_middle_of_generate(tmp_path):
     path = write_checkpoint("qwen3_next", tmp_path / "checkpoint")
-    wanted = greedy(AutoModelForCausalLM.from_pretrained(path))
+    local = AutoModelForCausalLM.from_pretrained(path)
+    wanted, wanted_gradients = greedy(local), gradients(local)
     with (
         served(path, tmp_path) as service,
         epserve.transformers.connect(service.address) as wire,
@@ -122,6 +130,10 @@ def test_a_family_without_a_table_and_a_service_that_dies_in_the_middle_of_gener
         assert wire.max_tokens == 8  # the prompts have 14
         assert torch.equal(greedy(over_wire), wanted)
         assert torch.equal(greedy(over_memory), wanted)
+        for got in (gradients(over_memory), gradients(over_wire)):
+            assert len(got) > 10
+            for name, gradient in got.items():
+                torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-3, atol=1e-5)
 
         def die():
             service.kill()

@@ -8,6 +8,11 @@ REGISTRY: Registry[All2AllManager] = Registry("all-to-all backend", package=__na
 REGISTRY.register("local", "one rank, nothing to send", "local:LocalAll2AllManager")
 REGISTRY.register("all_to_all", "torch.distributed: a row to each rank that needs it", "all_to_all:AllToAllManager")
 REGISTRY.register(
+    "all_to_all_by_host",
+    "torch.distributed: a row to each host that needs it, then within",
+    "all_to_all_by_host:AllToAllByHostManager",
+)
+REGISTRY.register(
     "all_to_all_batched",
     "torch.distributed: a row to each expert, fixed blocks",
     "all_to_all_batched:AllToAllBatchedManager",

@@ -14,7 +14,14 @@ from epserve.modular_kernel import (
     Routing,
 )
 
-from .transport.torch_distributed import Journey, TorchDistributedPrepareAndFinalize, pack_beside, unpack, unpack_beside
+from .transport.torch_distributed import (
+    Journey,
+    Rows,
+    TorchDistributedPrepareAndFinalize,
+    pack_beside,
+    unpack,
+    unpack_beside,
+)
 
 
 class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
@@ -33,7 +40,10 @@ class AllToAllPrepareAndFinalize(TorchDistributedPrepareAndFinalize):
     )
 
     def prepare_no_receive(self, x_MK, routing, *, quant, tokens_per_rank=None):
-        rows, quantised = self.rows_for_wire(x_MK, quant), self.sends_quantised(quant)
+        return self.prepare_rows(self.rows_for_wire(x_MK, quant), routing, self.sends_quantised(quant))
+
+    def prepare_rows(self, rows: Rows, routing: Routing, quantised: bool) -> Receiver[Prepared]:
+        """Starts the dispatch of rows that are in the form in which they travel."""
         owner_Mt = self.owner(routing.ids_Mt)
         entry_R = torch.arange(self.ranks.world_size, device=owner_Mt.device) // self.slices
         goes_RM = (owner_Mt[None] == entry_R[:, None, None]).any(-1)

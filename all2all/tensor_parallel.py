@@ -12,9 +12,8 @@ model's dtype and are added in float32 in the order of slices, so that repeats h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +32,7 @@ from epserve.modular_kernel import (
 )
 
 from .allgather_reducescatter import compact, pad
-from .transport.torch_distributed import Transfer, Wire, pack_beside, unpack_beside
-
-MEET_S = 30.0  # limit to make a group: ranks arrive after loading their weights at their own pace
+from .transport.torch_distributed import Transfer, Wire, pack_beside, subgroups, unpack_beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +50,12 @@ class Place:
         index, part = divmod(ranks.rank, size)
         rows = [list(range(first, first + size)) for first in range(0, ranks.world_size, size)]
         columns = [list(range(first, ranks.world_size, size)) for first in range(size)]
-        groups, others = _subgroups(ranks, rows), _subgroups(ranks, columns)
+        groups, others = subgroups(ranks, rows), subgroups(ranks, columns)
         return cls(
-            group=replace(ranks, rank=part, world_size=size, group=groups[index]),
-            column=replace(ranks, rank=index, world_size=len(rows), group=others[part]),
+            group=replace(ranks, rank=part, world_size=size, group=groups[index], hosts=_hosts(ranks, rows[index])),
+            column=replace(
+                ranks, rank=index, world_size=len(rows), group=others[part], hosts=_hosts(ranks, columns[part])
+            ),
         )
 
     def destroy(self) -> None:
@@ -65,28 +64,9 @@ class Place:
                 dist.destroy_process_group(each.group)
 
 
-def _subgroups(ranks: RankContext, members: list[list[int]]) -> list[Any]:
-    """Makes a process group of each list of ranks, or None for a list of one. Collective.
-
-    NOTE: every process makes every group, in one order. torch can also let the members alone make one, but names it after
-    the number of groups that a process knows, which may differ.
-    """
-    if ranks.group is None and ranks.world_size > 1:
-        raise ConfigError(f"{ranks.world_size} ranks need an initialised process group, RankContext.group is None")
-    if ranks.world_size > 1 and dist.get_world_size() != ranks.world_size:
-        raise ConfigError(
-            f"tensor_parallel needs a process group of all {dist.get_world_size()} processes, this one has {ranks.world_size}"
-        )
-    world = dist.get_process_group_ranks(ranks.group) if ranks.world_size > 1 else [0]
-    backend, timeout = (
-        "nccl" if ranks.device.type == "cuda" else "gloo",
-        timedelta(seconds=max(ranks.timeout_s, MEET_S)),
-    )
-
-    def one(part: list[int]) -> Any:
-        return dist.new_group([world[each] for each in part], timeout=timeout, backend=backend)
-
-    return [one(part) if len(part) > 1 else None for part in members]
+def _hosts(ranks: RankContext, members: Sequence[int]) -> tuple[int, ...]:
+    """Returns the hosts of a part of the ranks, if those of all are known."""
+    return tuple(ranks.hosts[rank] for rank in members) if ranks.hosts else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +99,9 @@ class TensorParallelPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     def max_rows(self) -> int:
         return self.inner.max_rows()
+
+    def network_bytes(self) -> int:
+        return self.inner.network_bytes() + self.wire.network_bytes
 
     def why_not_reduce(self, reduce):
         return self.inner.why_not_reduce(reduce)

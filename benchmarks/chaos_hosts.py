@@ -119,12 +119,12 @@ def entering(hosts: Hosts, number: int) -> list[str]:
     return ["nsenter", "--target", sshd, "--net", "--pid", "--mount", "--uts", f"--wd={os.getcwd()}"]
 
 
-def join(hosts: Hosts, number: int) -> None:
+def join(hosts: Hosts, number: int, *, cpus: int = 4) -> None:
     """Starts Ray on a host, after it ends the rest of Ray that a cut left there. The host's own processes go on."""
     before = entering(hosts, number)
     subprocess.run([*before, "pkill", "-KILL", "-f", "ray"], check=False)
     where = ["--head", f"--port={PORT}"] if number == 0 else [f"--address=10.88.0.10:{PORT}"]
-    common = [f"--node-ip-address={hosts.addresses[number]}", "--num-cpus=4", "--object-store-memory=100000000"]
+    common = [f"--node-ip-address={hosts.addresses[number]}", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
     words = [RAY, "start", *where, *common, "--include-dashboard=false" if number == 0 else "--disable-usage-stats"]
     done = subprocess.run(
         [*before, *words], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=HANG_S

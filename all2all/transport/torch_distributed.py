@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,33 @@ from epserve.modular_kernel.quantization import BLOCK, quantise_blocks
 
 # torch 2.13 deprecates the older name, `all_gather_into_tensor`.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+MEET_S = 30.0  # limit to make a group: ranks arrive after loading their weights at their own pace
+
+
+def subgroups(ranks: RankContext, members: list[list[int]]) -> list[Any]:
+    """Makes a process group of each list of ranks, or None for a list of one. Collective.
+
+    NOTE: every process makes every group, in one order. torch can also let the members alone make one, but names it after
+    the number of groups that a process knows, which may differ.
+    """
+    if ranks.group is None and ranks.world_size > 1:
+        raise ConfigError(f"{ranks.world_size} ranks need an initialised process group, RankContext.group is None")
+    if ranks.world_size > 1 and dist.get_world_size() != ranks.world_size:
+        raise ConfigError(
+            f"groups of some ranks need a process group of all {dist.get_world_size()} processes, it has {ranks.world_size}"
+        )
+    world = dist.get_process_group_ranks(ranks.group) if ranks.world_size > 1 else [0]
+    backend, timeout = (
+        "nccl" if ranks.device.type == "cuda" else "gloo",
+        timedelta(seconds=max(ranks.timeout_s, MEET_S)),
+    )
+
+    def one(part: list[int]) -> Any:
+        return dist.new_group([world[each] for each in part], timeout=timeout, backend=backend)
+
+    return [one(part) if len(part) > 1 else None for part in members]
 
 
 class Transfer:
@@ -90,6 +118,14 @@ class Wire:
         if ranks.world_size > 1 and ranks.group is None:
             raise ConfigError(f"{ranks.world_size} ranks need an initialised process group, RankContext.group is None")
         self.ranks = ranks
+        mine = ranks.hosts[ranks.rank] if ranks.hosts else None
+        self._elsewhere = [rank for rank, host in enumerate(ranks.hosts) if host != mine]
+        self.network_bytes = 0
+        """Bytes that this rank has sent to ranks of other hosts, without the protocols' own."""
+
+    def _count(self, part: torch.Tensor, sends: Sequence[int]) -> None:
+        row = part[:1].nbytes if part.shape[0] else 0
+        self.network_bytes += row * sum(sends[rank] for rank in self._elsewhere)
 
     def exchange(
         self, parts: Sequence[torch.Tensor], sends: Sequence[int], receives: Sequence[int], *, phase: str
@@ -106,6 +142,7 @@ class Wire:
         sent = tuple(part.contiguous() for part in parts)
         works = []
         for target, part in zip(received, sent, strict=True):
+            self._count(part, sends)
             works.append(
                 dist.all_to_all_single(
                     _bytes(target), _bytes(part), list(receives), list(sends), group=self.ranks.group, async_op=True
@@ -122,6 +159,7 @@ class Wire:
         sent = tuple(part.contiguous() for part in parts)
         works = []
         for target, part in zip(received, sent, strict=True):
+            self._count(part, [part.shape[0]] * size)
             works.append(_all_gather(_bytes(target), _bytes(part), group=self.ranks.group, async_op=True))
         return Transfer(self.ranks, phase, received, works, sent)
 
@@ -145,6 +183,11 @@ class Rows:
 
     def parts(self) -> list[torch.Tensor]:
         return [self.x] if self.scales is None else [self.x, self.scales]
+
+    def followed_by(self, x: torch.Tensor, scales: torch.Tensor | None) -> Rows:
+        """Returns these rows and further ones of the same form behind them."""
+        both = None if self.scales is None or scales is None else torch.cat([self.scales, scales])
+        return Rows(x=torch.cat([self.x, x]), scales=both)
 
 
 def pack_beside(ids: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -197,6 +240,9 @@ class TorchDistributedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def slices(self) -> int:
         """Returns the number of ranks that share an entry of the layout and that this object joins."""
         return 1
+
+    def network_bytes(self) -> int:
+        return self.wire.network_bytes
 
     def prepare(self, x_MK, routing, *, quant, tokens_per_rank=None):
         return self.prepare_no_receive(x_MK, routing, quant=quant, tokens_per_rank=tokens_per_rank)()

@@ -224,6 +224,7 @@ class Engine(EngineFace):
             phase=pulse.phase if pulse is not None else "idle",
             late_compiles=pulse.late_compiles if pulse is not None else 0,
             experts_choices=member.experts_choices,
+            network_bytes=pulse.counters.network_bytes if pulse is not None else 0,
         )
 
     def _step_done(self, record: StepRecord) -> None:

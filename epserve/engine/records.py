@@ -22,6 +22,7 @@ class RankStatus:
         alive: its process answers on the data path.
         experts_choices: the experts backend for each range of rows. Empty: one backend computes all batches.
         layer_experts: layer -> experts, of layers that differ from the first one.
+        network_bytes: sent to ranks of other hosts, since the rank's process started.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankStatus:
     late_compiles: int = 0
     experts_choices: tuple[Choice, ...] = ()
     layer_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    network_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ class PrepareFinalizeCapability:
     needed_rows_only: bool = False
     """Standard format: the class delivers only rows that have a slot on this rank. Others deliver every row, or room for it."""
     reach: Reach = "anywhere"
+    spans_hosts: bool = False
+    """The class saves bytes between hosts that have several ranks each, and nothing elsewhere."""
     interruptible: bool = True
     """A wait on the device for a lost rank can be ended from outside. Otherwise only the end of the process ends it."""
 

@@ -160,6 +160,10 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
         out = self.finalize(handle, y, reduce=reduce, out_MK=out_MK)
         return Receiver(self.book, lambda: out)
 
+    def network_bytes(self) -> int:
+        """Returns the bytes that this rank has sent to ranks of other hosts. 0 for a backend that does not count them."""
+        return 0
+
     def check(self) -> None:
         """Raises RankFailed when an earlier step is known to have failed on the device. It never blocks.
 

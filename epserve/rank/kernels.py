@@ -309,6 +309,12 @@ class RankKernels:
             x_MK, g_MK, routing, weights=weights, tokens_per_rank=tokens_per_rank, on_phase=on_phase
         )
 
+    @property
+    def network_bytes(self) -> int:
+        """Returns the bytes that this rank has sent to other hosts, over all paths, since the present group was made."""
+        kernels = [path.kernel for path in self.paths.values() if path.kernel is not None]
+        return sum(kernel.prepare_finalize.network_bytes() for kernel in kernels)
+
     def check(self) -> None:
         """Raises RankFailed as FusedMoEPrepareAndFinalizeModular.check does."""
         for path in self.paths.values():

@@ -193,11 +193,22 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Steps and tokens that this rank has finished since the start, and (token, expert) slots that it has sent."""
+    """Steps and tokens that this rank has finished since the start, and (token, expert) slots that it has sent.
+
+    `network_bytes` went to other hosts. An all-to-all that does not count its bytes adds none.
+    """
 
     steps: int = 0
     tokens: int = 0
     slots: int = 0
+    network_bytes: int = 0
+
+    def after(self, *, tokens: int, top_k: int, sent: int) -> Counters:
+        """Returns the counts after one more step."""
+        return Counters(
+            steps=self.steps + 1, tokens=self.tokens + tokens, slots=self.slots + tokens * top_k,
+            network_bytes=self.network_bytes + sent,
+        )  # fmt: skip
 
 
 def check_tensors(

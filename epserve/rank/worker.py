@@ -427,7 +427,7 @@ class Worker:
         placement, weights = self._check(plan, x_MK, ids_Mt, weights_Mt, gradient_MK)
         given = None if plan.mode == BLOCK else Routing(ids_Mt=ids_Mt, weights_Mt=weights_Mt)
         first = sum(plan.tokens_per_rank[: self.ranks.rank])
-        self.phase = "copy in"
+        self.phase, before = "copy in", self.kernels.of(plan.layer).network_bytes
         key = plan.layer, plan.placement, plan.mode
         replay = None if plan.backward else self.kernels.graph(key, plan.tokens_per_rank)
         if replay is not None:
@@ -438,11 +438,9 @@ class Worker:
         else:
             step = self._layer_step(plan.layer, plan.mode, placement, weights)
             out_MK = self._eager_step(step, plan, x_MK, given, first, gradient_MK)
-        done, top_k = self.counters, self.info.top_k if given is None else given.ids_Mt.shape[1]
-        tokens = out_MK.shape[0]
-        self.counters = Counters(
-            steps=done.steps + 1, tokens=done.tokens + tokens, slots=done.slots + tokens * top_k
-        )  # fmt: skip
+        top_k = self.info.top_k if given is None else given.ids_Mt.shape[1]
+        sent = self.kernels.of(plan.layer).network_bytes - before
+        self.counters = self.counters.after(tokens=out_MK.shape[0], top_k=top_k, sent=sent)
         return out_MK
 
     def _eager_step(

@@ -74,15 +74,15 @@ def chosen(topology: Topology, **engine) -> tuple[str, tuple[str, ...]]:
 TABLE = [
     # why the row is there, topology, choice without DeepEP, choice with it
     ("one host: stores into peers' memory", imagined([2]), "nvlink", "nvlink"),
-    ("2 x 2", imagined([2, 2]), "all_to_all", "all_to_all"),
-    ("2 x 2 with RDMA", imagined([2, 2], rdma=True), "all_to_all", "deepep_v2"),
-    ("2 x 8 with RDMA", imagined([8, 8], rdma=True), "all_to_all", "deepep_v2"),
-    ("8 x 8: within 64 ranks, yet not one domain", imagined([8] * 8, rdma=True), "all_to_all", "deepep_v2"),
-    ("uneven hosts", imagined([3, 1]), "all_to_all", "all_to_all"),
+    ("2 x 2", imagined([2, 2]), "all_to_all_by_host", "all_to_all_by_host"),
+    ("2 x 2 with RDMA", imagined([2, 2], rdma=True), "all_to_all_by_host", "deepep_v2"),
+    ("2 x 8 with RDMA", imagined([8, 8], rdma=True), "all_to_all_by_host", "deepep_v2"),
+    ("8 x 8: within 64 ranks, yet not one domain", imagined([8] * 8, rdma=True), "all_to_all_by_host", "deepep_v2"),
+    ("uneven hosts", imagined([3, 1]), "all_to_all_by_host", "all_to_all_by_host"),
     ("one GPU a host", imagined([1, 1, 1, 1], rdma=True), "all_to_all", "deepep_v2"),
     ("four hosts of one NVLink domain", racks(4, 4, 4), "nvlink", "nvlink"),
-    ("two racks", racks(4, 4, 2, rdma=("mlx5_0",)), "all_to_all", "deepep_v2"),
-    ("two racks without RDMA", racks(4, 4, 2), "all_to_all", "all_to_all"),
+    ("two racks", racks(4, 4, 2, rdma=("mlx5_0",)), "all_to_all_by_host", "deepep_v2"),
+    ("two racks without RDMA", racks(4, 4, 2), "all_to_all_by_host", "all_to_all_by_host"),
 ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_the_choice_follows_the_places_of_the_ranks(topology, without, with_it):
         assert any("deep_ep is not installed" in line for line in passed)
     name, passed = chosen(told(topology))
     assert name == with_it
-    if with_it == "all_to_all":
+    if with_it == "all_to_all_by_host":
         assert any(line.startswith("deepep_v2: it needs RDMA between hosts") for line in passed)
 
 
@@ -107,12 +107,20 @@ def test_a_domain_over_mixed_hosts_is_named_with_its_ranks():
     assert mixed.beyond("anywhere") is None and "10.0.0.0: ranks 0-1" in mixed.beyond("host")
 
 
+def test_hosts_without_gpus_send_rows_once_a_host():
+    spec = CASES["bf16"].spec(4, "cpu")
+    for hosts, name in (([2, 2], "all_to_all_by_host"), ([1, 1, 1, 1], "all_to_all"), ([4], "all_to_all")):
+        assert choose_backends(spec, topology=imagined(hosts), experts_name="loop").all2all == name
+    slot = choose_backends(spec, topology=imagined([2, 2]), experts_name="loop", combine_order="slot")
+    assert slot.all2all == "all_to_all", "sums in slot order need every slot's row"
+
+
 def test_what_is_missing_on_one_host_is_left_out_on_all_and_named():
     topology = told(imagined([2, 2], rdma=True))
     lacking = replace(topology.ranks[2], missing=((key("all2all", "deepep_v2"), "NCCL 2.28.9"),))
     topology = replace(topology, ranks=(*topology.ranks[:2], lacking, topology.ranks[3]))
     name, passed = chosen(topology)
-    assert name == "all_to_all" and "deepep_v2: rank 2 on host 1: NCCL 2.28.9" in passed
+    assert name == "all_to_all_by_host" and "deepep_v2: rank 2 on host 1: NCCL 2.28.9" in passed
 
 
 def test_an_all_to_all_that_is_named_and_does_not_reach_is_refused_with_the_hosts():
@@ -128,7 +136,11 @@ def test_measured_times_what_can_start_and_says_why_not_the_others(tmp_path):
     engine = {"ranks": 4, "device": "cuda", "all2all": "measured"}
     config, info = parse_config({"model": {"path": str(path)}, "engine": engine}), open_checkpoint(path).info
     plan = plan_ranks(config, info, device="cuda", here=False, topology=told(imagined([2, 2]), missing=NO_DEEPEP))
-    assert [path.chosen.all2all for path in plan.paths] == ["all_to_all", "allgather_reducescatter"]
+    assert [path.chosen.all2all for path in plan.paths] == [
+        "all_to_all",
+        "allgather_reducescatter",
+        "all_to_all_by_host",
+    ]
     assert any("nvlink: it connects ranks of one NVLink domain" in line for line in plan.chosen.passed_over)
     failed = replace(told(imagined([4])), failed=(("nvlink", "no peer access"),))
     plan = plan_ranks(config, info, device="cuda", here=False, topology=failed)
@@ -142,9 +154,10 @@ def test_the_shipped_service_file_has_a_plan_on_three_hosts(tmp_path):
     data["model"]["path"] = str(small_model(tmp_path / "m", num_experts=24, dtype=torch.bfloat16))
     config = parse_config(data)
     info = open_checkpoint(config.model.path).info
-    for topology in (imagined([8, 8, 8]), imagined([10, 14]), imagined([1] * 24)):
-        plan = plan_ranks(config, info, device="cuda", here=False, topology=told(topology, missing=NO_DEEPEP))
-        assert plan.chosen.all2all == "all_to_all"
+    for hosts, name in (([8, 8, 8], "all_to_all_by_host"), ([10, 14], "all_to_all_by_host"), ([1] * 24, "all_to_all")):
+        places = told(imagined(hosts), missing=NO_DEEPEP)
+        plan = plan_ranks(config, info, device="cuda", here=False, topology=places)
+        assert plan.chosen.all2all == name
 
 
 def test_rdma_devices_count_when_a_port_is_active_and_they_may_be_opened(tmp_path):

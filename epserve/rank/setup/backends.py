@@ -29,13 +29,32 @@ PREFER_ALL2ALL = {
     "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
 }
 PREFER_ALL2ALL_FAR = {
-    "cpu": PREFER_ALL2ALL["cpu"],
-    "cuda": ("local", "nvlink", "deepep_v2", "deepep_ht", "all_to_all", "allgather_reducescatter"),
+    "cpu": ("local", "all_to_all_by_host", "all_to_all", "allgather_reducescatter"),
+    "cuda": (
+        "local",
+        "nvlink",
+        "deepep_v2",
+        "deepep_ht",
+        "all_to_all_by_host",
+        "all_to_all",
+        "allgather_reducescatter",
+    ),
 }
-"""The order for ranks in several NVLink domains. The first ones are passed over there, with their reasons in the log."""
+"""The order for ranks in several NVLink domains, or on several hosts without GPUs.
+
+The first ones are passed over there, with their reasons in the log."""
 MEASURED = {
-    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
-    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter", "deepep_ht", "deepep_ll", "deepep_v2"),
+    "cpu": ("local", "all_to_all", "allgather_reducescatter", "all_to_all_by_host"),
+    "cuda": (
+        "local",
+        "nvlink",
+        "all_to_all",
+        "allgather_reducescatter",
+        "deepep_ht",
+        "deepep_ll",
+        "deepep_v2",
+        "all_to_all_by_host",
+    ),
 }
 """Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
 PREFER_EXPERTS = {"cpu": ("vllm_cpu", "grouped_mm"), "cuda": ("triton", "grouped_mm", "triton_batched")}
@@ -108,11 +127,14 @@ def choose_backends(
         Incompatible: no pair fits. It lists the reasons for each.
     """
     passed = []
-    far = topology is not None and topology.num_domains > 1
+    far = topology is not None and max(topology.num_hosts if spec.device == "cpu" else 1, topology.num_domains) > 1
     preferred = (PREFER_ALL2ALL_FAR if far else PREFER_ALL2ALL)[spec.device]
     for outer in _order(all2all.REGISTRY, all2all_name, preferred):
         manager = all2all.REGISTRY.get(outer)
-        missing = topology.why_not(outer, manager.prepare_finalize.capability.reach) if topology is not None else None
+        record = manager.prepare_finalize.capability
+        missing = topology.why_not(outer, record) if topology is not None else None
+        if topology is not None and all2all_name == "auto":
+            missing = missing or topology.no_gain(record)
         missing = missing or _missing("all2all", outer, manager, here, topology)
         if missing:
             passed.append(f"{outer}: {missing}")

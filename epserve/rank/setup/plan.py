@@ -155,7 +155,7 @@ def choose_paths(
     passed: list[str] = []
     found: list[PathPlan] = []
     for name in engine.all2all_candidates or MEASURED[spec.device]:
-        if name == "local" and spec.layout.num_ranks > 1 and not named:
+        if not named and _idle(name, spec, topology):
             continue
         try:
             chosen = choose(spec, all2all_name=name)
@@ -203,6 +203,14 @@ def graph_tokens(engine: EngineConfig, path: PathPlan) -> tuple[int, ...]:
     if sizes == "auto":
         sizes, most = AUTO_GRAPH_TOKENS, min(engine.max_tokens_per_rank, path.cap or engine.max_tokens_per_rank)
     return tuple(each for each in sizes if most is None or each <= most)
+
+
+def _idle(all2all_name: str, spec: LayerSpec, topology: Topology | None) -> bool:
+    """Returns whether a candidate that nobody named has nothing to do between these ranks."""
+    if all2all_name == "local":
+        return spec.layout.num_ranks > 1
+    record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
+    return record.spans_hosts and (topology is None or topology.no_gain(record) is not None)
 
 
 def _packed_alike(paths: list[PathPlan]) -> list[PathPlan]:

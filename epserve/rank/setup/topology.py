@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from epserve.modular_kernel.capability import Reach
+from epserve.modular_kernel.capability import PrepareFinalizeCapability, Reach
 from epserve.process import ranges
 
 
@@ -109,9 +109,15 @@ class Topology:
                 return f"it needs RDMA between hosts, {where} has no active device (/sys/class/infiniband); {domains}"
         return None
 
-    def why_not(self, name: str, reach: Reach) -> str | None:
+    def why_not(self, name: str, record: PrepareFinalizeCapability) -> str | None:
         """Returns the reason why this all-to-all backend cannot serve these ranks, or None."""
-        return dict(self.failed).get(name) or self.unavailable("all2all", name) or self.beyond(reach)
+        return dict(self.failed).get(name) or self.unavailable("all2all", name) or self.beyond(record.reach)
+
+    def no_gain(self, record: PrepareFinalizeCapability) -> str | None:
+        """Returns the reason why a backend for several hosts has nothing to save between these ranks, or None."""
+        if record.spans_hosts and (self.num_hosts == 1 or max(self.host_sizes) == 1):
+            return f"it saves bytes between hosts with several ranks each, these are on {self.describe()}"
+        return None
 
 
 def imagined(per_host: Collection[int], *, rdma: bool = False) -> Topology:

@@ -185,6 +185,7 @@ def _families() -> dict[str, Any]:
         "rank_tokens": ("Tokens that a rank was home to.", ("rank",)),
         "rank_expert_tokens": ("Tokens that a rank's experts got, one for each of a token's experts.", ("rank",)),
         "rank_phase_seconds": ("Seconds of a rank in each phase of its steps.", ("rank", "phase")),
+        "rank_network_bytes": ("Bytes that a rank sent to ranks of other hosts.", ("rank",)),
         "expert_tokens": ("Tokens of an expert or a range of experts (logical ids), all layers.", ("expert",)),
         "lane_calls": ("Calls that came through lanes.", ()),
         "lane_calls_joined": ("Of those: they shared a step with others.", ()),
@@ -211,6 +212,7 @@ def _fill(families: Mapping[str, Any], status: Any) -> None:
         families["rank_tokens"].add_metric(label, rank.tokens_done)
         families["rank_weights_bytes"].add_metric(label, rank.weights_bytes)
         families["triton_late_compiles"].add_metric(label, rank.late_compiles)
+        families["rank_network_bytes"].add_metric(label, getattr(rank, "network_bytes", 0))
 
 
 def _fill_experts(families: Mapping[str, Any], metrics: Metrics) -> None:

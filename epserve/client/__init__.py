@@ -5,8 +5,8 @@ memory. The package may import `protocol` and `process`, and nothing of the serv
 experts a service runs.
 """
 
+from .async_client import AsyncClient
 from .clients import (
-    AsyncClient,
     Client,
     ClientOptions,
     ClientRegion,

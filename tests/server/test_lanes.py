@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 
 from epserve.client import Client, ClientOptions, RetryPolicy
 from epserve.client import session as session_module
-from epserve.client.lane import request as lane_request
+from epserve.client.lanes import request as lane_request
 from epserve.client.session import connect
 from epserve.errors import (
     CallerError,

@@ -12,7 +12,7 @@ from epserve.errors import CallerError, EpserveError, ServiceError
 
 
 class Lane(Protocol):
-    """An open lane: `client.lane.Lane`."""
+    """An open lane: `client.lanes.Lane`."""
 
     name: str
 

@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from epserve.client.attempts import Attempts
+from epserve.client.checks import check_both, check_no_gradient, whole_number
+from epserve.client.exchange import priority_of
+from epserve.client.options import RetryPolicy
 from epserve.errors import (
     CallerError,
     DeadlineExceeded,
@@ -26,11 +30,6 @@ from epserve.process import words
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import lane_words as lw
 from epserve.protocol import status, wire
-
-from .attempts import Attempts
-from .checks import check_both, check_no_gradient, whole_number
-from .exchange import priority_of
-from .options import RetryPolicy
 
 CONNECT_S = 5.0
 MARGIN_S = 1.0
@@ -204,7 +203,7 @@ class Lane:
 
         A call of the function that fails gives NaN, and `check` raises its error.
         """
-        from .lane_operator import operator
+        from .operator import operator
 
         return operator(self)
 

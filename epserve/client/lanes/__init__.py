@@ -1,0 +1,7 @@
+"""This package holds a client's end of a lane: rows and words in memory that it shares with the service, and the operator
+for compiled code. It may import what the clients may.
+"""
+
+from .lane import Lane, request
+
+__all__ = ["Lane", "request"]

@@ -185,10 +185,10 @@ def service_of(model: str, overrides: list[str]) -> Iterator[str]:
         try:
             while not ready.exists():
                 if process.poll() is not None:
-                    last = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+                    last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
                     raise NotReady(f"the service of {model} ended with code {process.returncode}:\n{last}")
                 time.sleep(0.05)
-            facts = json.loads(ready.read_text())
+            facts = json.loads(ready.read_text(encoding="utf-8"))
             print(f"it serves after {time.monotonic() - began:.1f} s", file=sys.stderr)
             yield f"{facts['host']}:{facts['port']}"
         finally:

@@ -376,7 +376,7 @@ def test_the_plan_knows_of_slices(checkpoint):
 
 
 def in_part_of_the_processes(ranks: RankContext) -> None:
-    with pytest.raises(ConfigError, match="process group of all 4 processes, this one has 2"):
+    with pytest.raises(ConfigError, match="a process group of all 4 processes, it has 2"):
         TensorParallelManager(ranks, all2all.REGISTRY.get("local"), 2)
 
 

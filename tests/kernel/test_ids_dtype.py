@@ -32,7 +32,7 @@ from tests.support.checkpoints import LAYER, write
 from tests.support.ranks import run_ranks
 
 DTYPES = {
-    "local": torch.int32, "all_to_all": torch.int32, "all_to_all_batched": torch.int32,
+    "local": torch.int32, "all_to_all": torch.int32, "all_to_all_batched": torch.int32, "all_to_all_by_host": torch.int32,
     "allgather_reducescatter": torch.int32, "nvlink": torch.int32, "nvlink_batched": torch.int32,
     "deepep_ht": torch.int64, "deepep_ll": torch.int64, "deepep_v2": torch.int64, "nvshmem": torch.int32,
     "flashinfer_cutlass": torch.int32,

@@ -1,6 +1,6 @@
 """Where vLLM learns that its experts are elsewhere: when its configuration is made, and when a process loads plug-ins.
 
-NOTE: plug-ins are called before there is a configuration, and processes that vLLM starts get theirs by pickle. The process
+NOTE: plug-ins are called before there is a configuration, and processes that vLLM starts get theirs from it. The process
 that makes the configuration therefore marks the environment, and the others register the loader by that mark. The mark
 asks for nothing: a model is loaded by this loader only when its configuration says so.
 """

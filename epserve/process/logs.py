@@ -6,6 +6,7 @@ with their own types. Nothing has to be logged twice.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -26,6 +27,7 @@ _CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _PROSE = r"(?!(?<=authorization: )(?!bearer\b|basic\b)[a-z]+ [a-z]+\b)"
 """Excludes epserve's own refusals ("authorization: missing or unknown bearer token"). A header has a scheme or one word there."""
 _NAMED = re.compile(rf"(?i)\b((?:token|password|secret|authorization)['\"]?\s*[=:]\s*){_PROSE}['\"]?[^\s,'\"]+")
+_SECRET = re.compile(r"(?i)(?:token|password|secret|authorization)$")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrfgxi])")
 
@@ -71,7 +73,7 @@ class JsonFormatter(logging.Formatter):
         if trace_id.get():
             line["trace"] = trace_id.get()
         for name, value in named_values(record).items():
-            line.setdefault(name, redact(value) if isinstance(value, str) else value)
+            line.setdefault(name, value)
         if record.exc_info:
             line["error"] = redact(self.formatException(record.exc_info))
         return json.dumps(line, default=lambda value: redact(str(value)), ensure_ascii=False)
@@ -85,7 +87,7 @@ def named_values(record: logging.LogRecord) -> dict[str, Any]:
     if len(directives) != len(record.args):
         return {}
     pairs = zip(directives, record.args, strict=True)
-    return {match["name"]: _plain(value) for match, value in pairs if match["name"]}
+    return {match["name"]: _plain(value, match["name"]) for match, value in pairs if match["name"]}
 
 
 def configure(
@@ -173,5 +175,16 @@ class _LogStream(io.TextIOBase):
         return self.real.encoding
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+def _plain(value: Any, name: str = "") -> Any:
+    """Returns `value` as JSON has it: a record by its fields, a collection by its members, else text. Secrets are hidden."""
+    if _SECRET.search(name):
+        return "***"
+    if isinstance(value, (int, float, bool)) or value is None:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(member, str(key)) for key, member in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(member) for member in value]
+    return redact(str(value))

@@ -54,6 +54,15 @@ def test_the_metadata_names_licence_version_and_extras(built):
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Version"] == project["version"]
     assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    page, place = metadata.get_payload(), f"{project['urls']['Repository']}/"
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
+    assert all(target.startswith(("https://", "#")) for _, target in links), (
+        "a link that the index's page cannot follow"
+    )
+    shown = [target for image, target in links if image]
+    assert shown and all(
+        (ROOT / target.removeprefix(f"{place}raw/v{project['version']}/")).is_file() for target in shown
+    )
 
 
 def test_the_changelog_and_the_package_have_the_projects_version():

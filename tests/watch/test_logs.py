@@ -1,9 +1,11 @@
 """Log lines: one object each, the request's id in all of them, no secrets."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import logging
+import pathlib
 import subprocess
 import sys
 
@@ -65,6 +67,19 @@ class TestLogs:
         logger.addHandler(handler)
         logger.info(*args, **kwargs)
         return stream.getvalue()
+
+    def test_values_are_json_and_no_reprs_and_secrets_are_hidden_by_their_names(self):
+        @dataclasses.dataclass
+        class Lost:
+            ranks: tuple[int, ...]
+            where: pathlib.Path
+            token: str
+
+        made = json.loads(
+            self.line("lost=%s by=%s token=%s", Lost((0, 3), pathlib.Path("/a"), "s3cr3t"), {"b": {1}}, "s3cr3t")
+        )
+        assert made["lost"] == {"ranks": [0, 3], "where": "/a", "token": "***"}
+        assert (made["by"], made["token"]) == ({"b": [1]}, "***")
 
     def test_a_line_is_one_object_with_the_values_that_its_template_names(self):
         token = logs.request_id.set("r-7")

@@ -20,7 +20,17 @@ from tests.hosts import why_not as no_namespaces
 ROOT = Path(__file__).parent.parent.parent
 MIRROR = "http://deb.debian.org/debian"
 CHROOT = Path(__file__).parent / "chroot.sh"
-COPIED = ("docker", "requirements", "epserve", "all2all", "experts", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+COPIED = (
+    "docker",
+    "requirements",
+    "epserve",
+    "all2all",
+    "experts",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
 NEEDED_BYTES = 6 << 30
 
 

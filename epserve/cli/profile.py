@@ -36,7 +36,13 @@ def profile(
     world_size: Annotated[int, typer.Option(help="Ranks, one process each, on this host.")] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 128,
-    quant: Annotated[str, typer.Option(help="none (bf16) or fp8_block.")] = "none",
+    quant: Annotated[
+        str,
+        typer.Option(
+            help="How the experts' weights are stored: none (bf16), "
+            "fp8_tensor, fp8_channel, fp8_block, int8_channel, int4, mxfp4, nvfp4."
+        ),
+    ] = "none",
     rank: Annotated[int, typer.Option(help="Rank whose trace is written.")] = 0,
     trace: Annotated[
         Path,

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from epserve.cli.commands import app
 from epserve.cli.compat import pairs
 from epserve.cli.layer import profile as layer_profile
 from epserve.cli.layer.profile import PHASES, PhaseTime, ProfileRequest, ProfileResult, profile_layer
-from epserve.cli.layer.synthetic import LayerSizes, SyntheticLayer, expert_weights
+from epserve.cli.layer.synthetic import TOLERANCE, LayerSizes, SyntheticLayer, expert_weights
 from epserve.errors import ConfigError, Incompatible, InternalError, RankFailed
-from epserve.modular_kernel import PrepareFinalizeOptions, RankContext
+from epserve.experts.dequantised import matrices
+from epserve.modular_kernel import PrepareFinalizeOptions, QuantConfig, RankContext
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = LayerSizes(hidden=128, intermediate=128, num_experts=16, top_k=4, shared=64)
@@ -88,7 +90,8 @@ def test_what_cannot_run_is_refused_at_the_door(monkeypatch, tmp_path, change, e
     ("change", "text"),
     [
         ({"hidden": 0}, "hidden must be at least 1, got 0"),
-        ({"scheme": "int3"}, "'int3' is not one of none, fp8_block"),
+        ({"scheme": "int3"}, "'int3' is not one of none, fp8_tensor"),
+        ({"scheme": "mxfp4", "intermediate": 100}, "intermediate 100 is not a multiple of 32, which mxfp4 needs"),
         ({"scheme": "fp8_block", "intermediate": 100}, "intermediate 100 is not a multiple of 128"),
         ({"shared": -1}, "shared must be at least 0, got -1"),
         ({"top_k": 9, "num_experts": 8}, "top_k 9 is more than the 8 experts"),
@@ -147,6 +150,43 @@ def test_every_rank_can_work_out_any_experts_weights():
     layer.weights.w2_eKN[int(routing.ids_Mt[3, 0])] *= 1.5
     assert layer.error(x, routing, layer.routed(x, routing, (6,)), num_rows=6) > 2e-2
     layer.close()
+
+
+@pytest.mark.parametrize("scheme", QuantConfig.SCHEMES)
+def test_weights_of_every_scheme_have_the_size_that_keeps_rows_in_range(scheme):
+    """Experts that multiply out what is stored agree with the layer's own float32, and a wrong scale is seen."""
+    sizes = LayerSizes(hidden=256, intermediate=128, num_experts=4, top_k=2, shared=0, scheme=scheme)
+    weights = expert_weights(sizes, range(4), torch.device("cpu"))
+    w13, w2 = matrices(weights, 3, sizes.quant, torch.float32)
+    for plain, columns in ((w13, 256), (w2, 128)):
+        assert plain.shape[1] == columns and 0.6 < plain.float().std() * columns**0.5 < 1.6
+    plain = replace(sizes, scheme="none")
+    layer = SyntheticLayer(
+        RankContext(), plain, all2all_name="local", experts_name="loop", options=PrepareFinalizeOptions(max_tokens_per_rank=8)
+    )  # fmt: skip
+    layer.sizes = sizes  # its reference reads the scheme, its experts the values
+    for expert in range(4):
+        w13, w2 = matrices(weights, expert, sizes.quant, plain.dtype)
+        layer.weights.w13_eNK[expert], layer.weights.w2_eKN[expert] = w13, w2
+    x = layer.tokens(6)
+    routing = layer.gate(x)
+    assert layer.error(x, routing, layer.routed(x, routing, (6,)), num_rows=6) < TOLERANCE["none"]
+    layer.weights.w13_eNK[int(routing.ids_Mt[3, 0])] *= 1.5
+    assert layer.error(x, routing, layer.routed(x, routing, (6,)), num_rows=6) > TOLERANCE[scheme]
+    layer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", QuantConfig.SCHEMES)
+def test_every_scheme_is_profiled_on_a_gpu(scheme, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU: torch sees none here")
+    sizes = LayerSizes(hidden=1024, intermediate=512, num_experts=16, top_k=4, shared=0, scheme=scheme)
+    request = ProfileRequest(
+        all2all="local", experts="triton", trace=tmp_path / "t.json", sizes=sizes, world_size=1, device="cuda",
+        tokens=64, repeats=2,
+    )  # fmt: skip
+    assert 0 < profile_layer(request).error < TOLERANCE[scheme]
 
 
 def test_bench_lists_the_programs_and_passes_their_options_on():

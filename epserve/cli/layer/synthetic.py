@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from epserve import all2all, experts
 from epserve.errors import ConfigError, Incompatible
+from epserve.experts.dequantised import E8M0_BIAS, matrices
 from epserve.models import SharedExperts
 from epserve.modular_kernel import (
     Activation,
@@ -37,13 +38,19 @@ from epserve.modular_kernel import (
     why_not,
 )
 from epserve.modular_kernel.kernel import SharedExperts as SharedCall
-from epserve.modular_kernel.quantization import BLOCK, FP8, FP8_MAX
+from epserve.modular_kernel.quantization import FP8, FP8_MAX
+from epserve.modular_kernel.weights import ExpertSizes, empty_weights
 from epserve.rank.gate import route
 
-SCHEMES = ("none", "fp8_block")
 GROUPS, TOP_GROUPS = 8, 4  # DeepSeek-V3's gate
-TOLERANCE = {"none": 1.5e-2, "fp8_block": 7e-2}
-"""Largest relative L2 error against float32 on the same weights: about 3 times a correct backend's in bf16, 1.5 times in fp8."""
+SPREAD = {"int8_channel": 73.0, "int4": 4.6, "mxfp4": 2.9, "nvfp4": 2.9}
+"""The root mean square of a scheme's random codes. Those of fp8 are drawn with FP8_SPREAD."""
+FP8_SPREAD = 100.0
+TOLERANCE = {scheme: 7e-2 if scheme.startswith("fp8") else 1.5e-2 for scheme in QuantConfig.SCHEMES} | {
+    "int8_channel": 3e-2
+}
+"""Largest relative L2 error against float32 on the same weights: about 3 times a correct backend's in bf16, 1.5 times in fp8.
+Weights of 4 bits are multiplied by rows in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +69,22 @@ class LayerSizes:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self):
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"quantisation {self.scheme!r} is not one of {', '.join(SCHEMES)}")
+        quant = self.quant  # refuses an unknown scheme
         for name in ("hidden", "intermediate", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("hidden", "intermediate"):
-            if self.scheme == "fp8_block" and getattr(self, name) % BLOCK:
-                raise ConfigError(f"{name} {getattr(self, name)} is not a multiple of {BLOCK}, which fp8_block needs")
+            if getattr(self, name) % quant.shared:
+                what = f"is not a multiple of {quant.shared}, which {self.scheme} needs"
+                raise ConfigError(f"{name} {getattr(self, name)} {what}")
         if self.shared < 0:
             raise ConfigError(f"shared must be at least 0, got {self.shared}")
         self.gate.check_experts(self.num_experts)
+
+    @property
+    def quant(self) -> QuantConfig:
+        """Returns the storage of the weights. Scales of activations are those of the batch."""
+        return QuantConfig(scheme=self.scheme, dynamic=self.scheme == "fp8_tensor")
 
     @property
     def gate(self) -> GateSpec:
@@ -93,7 +105,7 @@ class LayerSizes:
             dtype=self.dtype,
         )
         layout = ExpertLayout.even(self.num_experts, world_size)
-        return LayerSpec(shape=shape, layout=layout, device=device, quant=QuantConfig(scheme=self.scheme))
+        return LayerSpec(shape=shape, layout=layout, device=device, quant=self.quant)
 
 
 def reasons(all2all_name: str, experts_name: str, spec: LayerSpec) -> tuple[str, ...]:
@@ -215,21 +227,26 @@ class SyntheticLayer:
 
 
 def expert_weights(sizes: LayerSizes, numbers: Sequence[int], device: torch.device) -> ExpertWeights:
-    """Returns the experts of these numbers as `ExpertWeights`. fp8_block: e4m3 with float32 scales of 128 x 128."""
-    e, K, N = len(numbers), sizes.hidden, sizes.intermediate
-    stored = FP8 if sizes.scheme == "fp8_block" else sizes.dtype
-    w13, w2 = (torch.empty(shape, dtype=stored, device=device) for shape in ((e, 2 * N, K), (e, K, N)))
-    s13 = s2 = None
-    if sizes.scheme == "fp8_block":
-        s13 = torch.empty((e, 2 * N // BLOCK, K // BLOCK), device=device)
-        s2 = torch.empty((e, K // BLOCK, N // BLOCK), device=device)
+    """Returns the experts of these numbers, stored as `sizes.scheme` says. A quantised one has random codes and scales."""
+    stored = ExpertSizes(hidden=sizes.hidden, intermediate=sizes.intermediate, dtype=sizes.dtype)
+    weights = empty_weights(stored, sizes.quant, len(numbers), device)
     for slot, number in enumerate(numbers):
-        for (target, scales), plain in zip(((w13, s13), (w2, s2)), _draw(sizes, number, device), strict=True):
-            if scales is None:
-                target[slot] = plain
-            else:
-                target[slot], scales[slot] = _quantise(plain)
-    return ExpertWeights(w13_eNK=w13, w2_eKN=w2, s13=s13, s2=s2, activation=Activation())
+        generator = torch.Generator(device).manual_seed(1000 + number)
+        _draw(
+            weights.w13_eNK[slot],
+            None if weights.s13 is None else weights.s13[slot],
+            sizes.hidden,
+            sizes.scheme,
+            generator,
+        )
+        _draw(
+            weights.w2_eKN[slot],
+            None if weights.s2 is None else weights.s2[slot],
+            sizes.intermediate,
+            sizes.scheme,
+            generator,
+        )
+    return weights
 
 
 def gate_weights(sizes: LayerSizes, device: torch.device) -> GateWeights:
@@ -246,26 +263,24 @@ def shared_expert(sizes: LayerSizes, device: torch.device) -> SharedExperts:
     return SharedExperts(w13_SK=w13_SK.to(sizes.dtype), w2_KS=w2_KS.to(sizes.dtype), activation=Activation())
 
 
-def _draw(sizes: LayerSizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(1000 + number)}
-    w13 = torch.randn((2 * sizes.intermediate, sizes.hidden), **on).mul_(sizes.hidden**-0.5)
-    return w13, torch.randn((sizes.hidden, sizes.intermediate), **on).mul_(sizes.intermediate**-0.5)
-
-
-def _quantise(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = plain.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (rows/128, 128, columns/128, 128)
-    scales = blocks.abs().amax((1, 3)).clamp(min=1e-10) / FP8_MAX
-    scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    return scaled.view(plain.shape).to(FP8), scales
+def _draw(
+    codes: torch.Tensor, scale: torch.Tensor | None, columns: int, scheme: str, generator: torch.Generator
+) -> None:
+    """Fills one matrix with random values of about `columns ** -0.5`."""
+    on: dict[str, Any] = {"device": codes.device, "generator": generator}
+    if scale is None:
+        codes.copy_(torch.randn(codes.shape, **on).mul_(columns**-0.5))
+        return
+    if codes.dtype == FP8:
+        codes.copy_(torch.randn(codes.shape, **on).mul_(FP8_SPREAD).clamp_(-FP8_MAX, FP8_MAX))
+    else:
+        low, high = (-127, 128) if codes.dtype == torch.int8 else (0, 256)
+        codes.copy_(torch.randint(low, high, codes.shape, dtype=codes.dtype, **on))
+    factor = (0.5 + torch.rand(scale.shape, **on)) * (columns**-0.5 / SPREAD.get(scheme, FP8_SPREAD))
+    scale.copy_(factor.log2().round() + E8M0_BIAS if scale.dtype == torch.uint8 else factor)
 
 
 def _float_expert(sizes: LayerSizes, number: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns w13 and w2 as they are stored, in float32."""
-    found = []
-    for plain in _draw(sizes, number, device):
-        if sizes.scheme == "none":
-            found.append(plain.to(sizes.dtype).float())
-            continue
-        stored, scales = _quantise(plain)
-        found.append(stored.float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1))
-    return found[0], found[1]
+    w13, w2 = matrices(expert_weights(sizes, [number], device), 0, sizes.quant, torch.float32)
+    return w13.float(), w2.float()

@@ -27,20 +27,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """Measurements of one kind of rank. `ranks` are the ranks that hold this number of experts."""
+    """Measurements of one kind of rank and one group of like layers.
+
+    Args:
+        ranks: the ranks that hold this number of experts.
+        scheme: how the group's experts are served, see `QuantConfig`.
+        choices: choices of whole backends. Empty: only one backend fits, or the files have no times.
+        lines: what the rank would log of the group.
+        passed_over: the backends before the first choice that cannot serve it, with their reasons.
+    """
 
     ranks: tuple[int, ...]
     num_experts: int
+    scheme: str
     choices: tuple[Choice, ...]
-    """Choices of whole backends. Empty: only one backend fits."""
     lines: tuple[str, ...]
+    passed_over: tuple[str, ...]
 
 
 def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
-    """Yields one result for each number of experts that ranks hold, after the file of times or folder of tiles has it.
+    """Yields a result for each number of experts that ranks hold and each group of layers, after the files have its times.
 
-    For each result tiles take `engine.experts_tiles_timing_s` at most, and backends `engine.experts_timing_s`.
-    With `again` it also measures again the times that the files already have.
+    For each result tiles take `engine.experts_tiles_timing_s` at most, and backends `engine.experts_timing_s`. With 0 for both
+    nothing is measured or written: the results are what the files have. With `again` it also measures again what they have.
 
     Raises:
         ConfigError: before it measures, when there is nothing to measure or the result cannot be kept.
@@ -51,17 +60,24 @@ def tune(config: Config, *, again: bool = False) -> Iterator[Tuned]:
     plan = rank_plan.plan_ranks(config, info, device=device.type)
     if not any(path.chosen.rivals for path in plan.paths) and not _tiles(config, plan):
         raise ConfigError(_nothing(config, plan))
-    _check_written(config, tiles=_tiles(config, plan))
-    # One layer is enough: the others have the same shape.
-    only = config.model_copy(update={"model": config.model.model_copy(update={"layers": plan.layers[:1]})})
+    if config.engine.experts_timing_s or _tiles(config, plan):
+        _check_written(config, tiles=_tiles(config, plan))
+    # One layer of each group is enough: the others have the same shape and scheme.
+    layers = tuple(sorted(group.layers[0] for group in plan.groups))
+    only = config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
     layout, num_ranks = plan.spec.layout, config.engine.ranks
     held = {rank: layout.counts[rank // layout.slices] for rank in range(num_ranks)}
     for num_experts in sorted(set(held.values()) - {0}):
         ranks = tuple(rank for rank, count in held.items() if count == num_experts)
         worker = Worker(only, RankContext(rank=ranks[0], world_size=num_ranks, device=device))
         worker.load()
-        lines = worker.time_experts(again=again)
-        yield Tuned(ranks=ranks, num_experts=num_experts, choices=worker.experts_choices(), lines=tuple(lines))
+        worker.time_experts(again=again)
+        for kernels in worker.kernels.groups:
+            plan_of = kernels.first.plan
+            yield Tuned(
+                ranks=ranks, num_experts=num_experts, scheme=plan_of.spec.quant.scheme, choices=kernels.experts_choices(),
+                lines=tuple(kernels.notes()), passed_over=plan_of.chosen.passed_over,
+            )  # fmt: skip
 
 
 def why_no_tiles(config: Config) -> str | None:

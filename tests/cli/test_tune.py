@@ -14,6 +14,7 @@ from epserve.config import parse_config
 from epserve.errors import ConfigError
 from epserve.modular_kernel import RankContext
 from epserve.modular_kernel.measured.selection import MeasuredExperts
+from epserve.rank.setup import plan as rank_plan
 from epserve.rank.step import StepPlan
 from epserve.rank.worker import Worker
 from epserve.service.run import running
@@ -132,6 +133,34 @@ def test_the_command(checkpoint, tmp_path):
     assert "no tiles are tuned" in done.output and "on cpu there are backends to time, no tiles" in done.output
     assert "grouped_mm" in done.output and "loop" in done.output and str(times) in done.output.replace("\n", "")
     assert len(json.loads(times.read_text())) == 1
+
+
+def test_explain_reads_what_is_kept_and_measures_nothing(checkpoint, tmp_path, monkeypatch):
+    file, times = tmp_path / "service.yaml", tmp_path / "folder" / "times.json"
+    file.write_text(f"model: {{path: {checkpoint}}}\nengine: {{ranks: 1, device: cpu, max_tokens_per_rank: 4}}\n")
+    words = ["tune", str(file), "--times", str(times), "--explain"]
+    none = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
+    assert none.exit_code == 0 and "no times are kept" in none.output and not times.parent.exists()
+    assert isinstance(CliRunner().invoke(app, [*words, "--again"]).exception, ConfigError)
+    CliRunner().invoke(app, [*words[:-1], "--budget", "100"])
+    kept = times.read_text()
+    monkeypatch.setattr(MeasuredExperts, "_measure", lambda *_: pytest.fail("measured"))
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
+    assert done.exit_code == 0 and times.read_text() == kept
+    assert "experts for about 1 rows" in done.output and "fastest: " in done.output
+    assert "not local + vllm_cpu: " in done.output or "vllm_cpu, us" in done.output
+    for seconds in json.loads(kept).popitem()[1].values():
+        assert all(f"{value * 1e6:.0f}" in done.output for value in seconds.values())
+
+
+def test_every_group_of_like_layers_is_timed(checkpoint, tmp_path, monkeypatch):
+    """Two layers that are planned apart, as layers of different schemes are: each has kernels and times."""
+    real = rank_plan.kinds_of
+    monkeypatch.setattr(
+        rank_plan, "kinds_of", lambda info, layers: [(kind, [layer]) for kind, of in real(info, layers) for layer in of]
+    )
+    config = config_for(checkpoint, tmp_path / "times.json")
+    assert [len(each.choices) for each in tune(config)] == [3, 3]
 
 
 async def test_the_status_of_a_service_says_what_each_rank_chose(checkpoint, tmp_path):

@@ -257,9 +257,19 @@ def demo(
     clients: Annotated[int, typer.Option(help="Clients that send at once.", min=1)] = 4,
     all2all: Annotated[str, typer.Option(help="All-to-all backend; see `epserve compat`.")] = "auto",
     experts: Annotated[str, typer.Option(help="Experts backend; see `epserve compat`.")] = "auto",
+    write: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Only write a small checkpoint there, with a tokenizer.")
+    ] = None,
+    family: Annotated[str, typer.Option(help="With --write: the checkpoint's model family.")] = "mixtral",
 ) -> None:
     """Write two small checkpoints, serve them on this machine's CPU, and compare the answers with transformers."""
     import time
+
+    if write is not None:
+        from .demo import write_only
+
+        write_only(family, write)
+        return
 
     since = time.monotonic()
     print("   0.0 s  importing torch, Ray and transformers", flush=True)

@@ -27,8 +27,9 @@ from transformers.utils import logging as hf_logging
 
 from epserve.client import AsyncClient
 from epserve.config import Config, parse_config
+from epserve.errors import ConfigError
 from epserve.models import ModelInfo
-from epserve.models.demo import reference_block, write_demo_checkpoint
+from epserve.models.demo import check_family, reference_block, write_demo_checkpoint, write_demo_tokenizer
 from epserve.modular_kernel import UNQUANTIZED, Activation
 from epserve.process import ranges
 from epserve.process.lifetime import Listen, until_signalled
@@ -77,6 +78,20 @@ class Answer:
     num_tokens: int
     error: float
     ms: float
+
+
+def write_only(family: str, folder: Path) -> None:
+    """Writes a small checkpoint of random weights with a tokenizer. Raises ConfigError when the folder has one already."""
+    check_family(family)
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} has a model already: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_demo_checkpoint(family, folder)
+        write_demo_tokenizer(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    print(f"{folder}: a small {family} of random weights. Now: epserve serve {folder}")
 
 
 def run(

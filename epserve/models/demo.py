@@ -39,8 +39,7 @@ def write_demo_checkpoint(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if family not in _SIZES:
-        raise ConfigError(f"family {family!r} has no demo checkpoint (known: {', '.join(_SIZES)})")
+    check_family(family)
     sizes = _SIZES[family](intermediate, num_experts, top_k) | {"num_experts_per_tok": top_k}
     model_config = AutoConfig.for_model(
         family,
@@ -61,6 +60,25 @@ def write_demo_checkpoint(
         if ".mlp." in name:
             tensor.copy_(_random(name, tensor, generator))
     model.save_pretrained(path, save_original_format=not fused, max_shard_size=max_shard_size)
+
+
+def check_family(family: str) -> None:
+    """Raises ConfigError when the family has no demo checkpoint."""
+    if family not in _SIZES:
+        raise ConfigError(f"family {family!r} has no demo checkpoint (known: {', '.join(_SIZES)})")
+
+
+def write_demo_tokenizer(path: Path | str) -> None:
+    """Writes a tokenizer of single characters for the 32 words of a demo checkpoint, so that it can generate text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz", " ", ".", ",", "?", "'"]
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(path)
 
 
 def reference_module(path: Path | str, layer: int) -> torch.nn.Module:

@@ -9,8 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from epserve.cli.commands import app
 from epserve.cluster import node
+from epserve.errors import ConfigError
+from epserve.models import open_checkpoint
 from tests.cli.test_service import alive
 from tests.support.grpc_calls import until
 
@@ -74,3 +79,21 @@ async def test_a_signal_is_one_line_and_leaves_nothing(folder, stage, number):
     assert STAGES[stage].format(number.name) in shown
     assert "Traceback" not in shown and "***" not in shown, shown
     assert code == 128 + number, shown
+
+
+def test_a_small_checkpoint_to_try_things_with(tmp_path):
+    """It is written once, its tokenizer gives text back, and mistakes are one line each."""
+    folder = tmp_path / "new" / "moe"
+    words = ["demo", "--write", str(folder)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and f"epserve serve {folder}" in done.output.replace("\n", "")
+    assert open_checkpoint(folder).info.num_experts == 8
+    tokens = AutoTokenizer.from_pretrained(folder)
+    assert tokens.decode(tokens("Why is it so?").input_ids) == "why is it so?"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    made = model.generate(**tokens("why", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert len(tokens.decode(made[0])) >= len("why")
+    for wrong, text in ((words, "has a model already"), ([*words, "--family", "nosuch"], "'nosuch' has no demo checkpoint"),
+                        (["demo", "--write", "/proc/nowhere/moe"], "cannot be written")):  # fmt: skip
+        error = CliRunner().invoke(app, wrong).exception
+        assert isinstance(error, ConfigError) and text in str(error)

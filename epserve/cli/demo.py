@@ -87,7 +87,8 @@ def write_only(family: str, folder: Path) -> None:
         raise ConfigError(f"{folder} has a model already: name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_demo_checkpoint(family, folder)
+        hf_logging.disable_progress_bar()
+        write_demo_checkpoint(family, folder, max_position_embeddings=4096)
         write_demo_tokenizer(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None

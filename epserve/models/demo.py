@@ -48,11 +48,10 @@ def write_demo_checkpoint(
         num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=64,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **sizes | config,
+        **{"max_position_embeddings": 64} | sizes | config,
     )
     model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)

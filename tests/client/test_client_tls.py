@@ -123,6 +123,7 @@ class TestAgain:
         async def speak(reader, writer):
             writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
             await writer.drain()
+            writer.close()  # from Python 3.12 on the server waits for its connections when it ends
 
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -123,20 +124,22 @@ def test_what_cannot_work_is_an_error_of_the_start(results, name, message):
 
 
 class Server:
-    """What `vllm serve` runs, with two tensor-parallel workers. (The command itself looks for metadata of the name "vllm",
-    which the wheel for CPUs lacks.)"""
+    """What `vllm serve` runs, with two workers. (The command itself looks for metadata of the name "vllm", which the wheel
+    for CPUs lacks.)"""
 
-    def __init__(self, checkpoint: Path, address: str, folder: Path):
-        self.port, self.log = free_port(), folder / "vllm.log"
+    def __init__(self, checkpoint: Path, address: str, folder: Path, parallel: str = "tensor"):
+        self.port, self.log = free_port(), folder / f"vllm-{parallel}.log"
         settings = json.dumps({"epserve": {"target": address}})
         command = [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--port", str(self.port),
             "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4",
-            "--tensor-parallel-size", "2", "--no-enable-prefix-caching", "--served-model-name", "model",
+            f"--{parallel}-parallel-size", "2", "--no-enable-prefix-caching", "--served-model-name", "model",
             "--additional-config", settings,
         ]  # fmt: skip
+        env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        if parallel == "pipeline":  # eager vLLM skips its warm-up on CPUs, which makes the buffers between stages
+            command.remove("--enforce-eager")
         with self.log.open("wb") as out:
-            env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
 
     def wait(self, timeout_s: float) -> None:
@@ -163,6 +166,7 @@ class Server:
                 if not line.startswith(b"data: {"):
                     continue
                 before = len(found)
+                assert b'"choices"' in line, line + self.log.read_bytes()[-6000:]
                 found += json.loads(line[6:])["choices"][0].get("token_ids") or []
                 if before < after <= len(found):
                     action()
@@ -202,3 +206,26 @@ def test_vllm_serve_goes_on_through_a_killed_rank_and_a_restart_of_the_service(c
     finally:
         server.stop()
         service.stop()
+
+
+def test_two_instances_share_a_service_one_with_pipeline_and_one_with_data_parallelism(checkpoints, results, tmp_path):
+    """Each gives the local tokens while the other one generates too. A data-parallel rank without work makes dummy steps."""
+    wanted = results["qwen3_moe", False]["tokens"]
+    with ExitStack() as stack:
+        address = stack.enter_context(served(checkpoints["qwen3_moe"]))
+        servers = []
+        for parallel in ("pipeline", "data"):
+            servers.append(Server(checkpoints["qwen3_moe"], address, tmp_path, parallel))
+            stack.callback(servers[-1].stop)
+        for server in servers:
+            server.wait(500)
+        with ThreadPoolExecutor(4) as pool:
+            found = [
+                (pool.submit(server.tokens, prompt, NEW_TOKENS), tokens[:NEW_TOKENS])
+                for server in servers
+                for prompt, tokens in zip(PROMPTS, wanted, strict=True)
+            ]
+            for future, tokens in found:
+                assert future.result() == tokens
+        with Client(address) as client:
+            assert client.status().ranks

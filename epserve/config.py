@@ -244,6 +244,14 @@ class ServerConfig(_Section):
     `regions`."""
     lanes: Annotated[int, Field(ge=0, le=1024)] = 256
     """Most lanes that clients on this host may have open at once (calls through shared memory, without messages). 0: none."""
+    gpu_lanes: bool = False
+    """Let clients on this host open lanes whose rows lie on the GPU of a rank. It needs one rank, and a C compiler on its host.
+    Experimental: it has run with made-up GPUs only, and on no real one yet."""
+    gpu_lane_hot_ms: Annotated[float, Field(ge=0, le=1000)] = 5.0
+    """How long the rank's thread for lanes on the GPU looks for calls without a pause after each call. It takes one core
+    meanwhile."""
+    gpu_lane_nap_us: Annotated[int, Field(ge=1, le=1000)] = 50
+    """The first pauses of that thread afterwards. They grow to 1,000 us while no call comes."""
     max_region_bytes: Annotated[int, Field(ge=1)] = 16384 * MIB
     """Largest region that a client may register, and largest memory of a lane. A region costs the server a file descriptor, no
     memory."""

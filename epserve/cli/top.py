@@ -115,7 +115,7 @@ class View:
         )
         if (lanes := status.lanes).open or lanes.calls:
             grid.add_row(
-                f"{lanes.open} lanes, {100 * lanes.polling_share:.1f} % of a core",
+                f"{lanes.open} lanes, {100 * (lanes.polling_share + lanes.gpu_polling_share):.1f} % of a core",
                 f"{short(lanes.calls)} lane calls",
                 f"{short(lanes.joined)} joined, {short(lanes.waited)} waited",
                 Text(f"{short(lanes.refused)} refused", style="bold red" if lanes.refused else ""),

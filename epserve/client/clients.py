@@ -194,8 +194,8 @@ class Client(Endpoint):
 
     @contextmanager
     def open_lane(
-        self, max_tokens: int, *, slots: int = 1, layers: Iterable[int] = (), call_timeout: float | None = None,
-        timeout: float | None = None,
+        self, max_tokens: int, *, slots: int = 1, layers: Iterable[int] = (), device: Any = None,
+        call_timeout: float | None = None, timeout: float | None = None,
     ) -> Iterator[Lane]:  # fmt: skip
         """Opens a lane to a service on this host: layer calls through shared memory, without messages. Leaving the block
         closes it.
@@ -204,6 +204,8 @@ class Client(Endpoint):
             max_tokens: most tokens of one call.
             slots: calls that may be under way at once.
             layers: layers that will be called. Empty: all.
+            device: a GPU on which a rank of the service computes, such as "cuda:0". The rows then lie there, calls are work of
+                its current stream, and the lane is a `GpuLane`. The service must allow it (`server.gpu_lanes`).
             call_timeout: seconds that the service takes for a call at most, `ClientOptions.timeout_s` by default.
             timeout: seconds for the opening.
 
@@ -217,9 +219,15 @@ class Client(Endpoint):
             timeout_s=bounded(self.options.timeout_s if call_timeout is None else call_timeout),
             priority=self.options.priority,
         )  # fmt: skip
+        rows = None
+        if device is not None:
+            from .lanes.on_gpu import GpuLane, Rows  # imports torch
+
+            rows = Rows(self.model(timeout=timeout), wanted.max_tokens, wanted.slots, device)
+            wanted = rows.add_to(wanted)
         call, reply = self._hold(self._stub.OpenLane, wanted, attempts, "open the lane")
         try:
-            lane = Lane(reply, self.options.retry)
+            lane = Lane(reply, self.options.retry) if rows is None else GpuLane(reply, self.options.retry, rows)
             try:
                 if not call.add_callback(lane.lost):  # it has ended already
                     lane.lost()

@@ -14,10 +14,9 @@ later (the service restarts, a rank is replaced, a queue is full) is sent again 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,24 +24,19 @@ from typing import Any
 
 import torch
 
-from epserve.errors import CallerError, EpserveError, ExpertsMissing, InvalidRequest, NotReady, UnknownLayer
+from epserve.errors import CallerError, EpserveError, InvalidRequest, NotReady, UnknownLayer
 
 from . import autograd
 from .checks import check_no_gradient, requires_gradient
 from .clients import Client
+from .lanes.ways import Given, LaneWays
 from .options import ClientOptions, RetryPolicy
 from .sending import Pending
 
 log = logging.getLogger(__name__)
 
-Given = Sequence[torch.Tensor | None]
-"""Hidden states, and ids and weights, which are both there or both None."""
 REGISTER_AGAIN_S = 1.0
 """The time in which lost shared memory is replaced. A request goes over the wire if that takes longer."""
-LANE_TOKENS, LANE_SLOTS = 1024, 2
-"""The size of the lane to a service on this host. Longer batches go another way."""
-LANE_AGAIN_S = 5.0
-"""The time between two attempts to open a lane. Requests go another way meanwhile."""
 RETRY_FOR_S = 120.0
 """The time for retries. It is longer than a service needs to replace a rank and load its weights again."""
 
@@ -80,7 +74,7 @@ class Session:
         """The most tokens of one request."""
         row += self.model.hidden * 4  # the gradients of results
         self.max_backward_tokens = max(1, min(self.model.max_tokens_per_request, self.model.max_message_bytes // row))
-        self._ways = Ways(transport, retry_for_s, shared_memory_bytes, LaneWay(transport, self.max_tokens))
+        self._ways = Ways(transport, retry_for_s, shared_memory_bytes, LaneWays(transport, self.max_tokens))
         self._layers = {number: LayerCalls(self, number) for number in self.model.layers}
 
     def layer(self, number: int) -> LayerCalls:
@@ -266,55 +260,6 @@ class Sent:
     deadline: float
 
 
-class LaneWay:
-    """The lane to a service on this host. It is opened at the first request, and again when it has ended."""
-
-    def __init__(self, transport: Any, max_tokens: int):
-        self._transport, self._max_tokens = transport, min(max_tokens, LANE_TOKENS)
-        self._lock = threading.Lock()
-        self._held = ExitStack()
-        self._lane: Any = None
-        self._next_try = 0.0 if hasattr(transport, "open_lane") else math.inf
-        """The time from which a lane may be opened. Infinite: the service has none for this client."""
-
-    def forward(self, layer: int, given: Given) -> torch.Tensor | None:
-        """Returns the result, or None when the request has to go another way. Raises the errors of `Client.forward`."""
-        hidden, ids, weights = given
-        lane = self._open() if not requires_gradient(hidden, weights) else None
-        if lane is None or not lane.takes(layer, hidden):
-            return None
-        try:
-            return lane.forward(layer, hidden, ids, weights)
-        except ExpertsMissing:
-            return None  # the service may answer without them, which it tells over gRPC
-        except NotReady:
-            if lane.usable:
-                raise
-            return None  # the lane has ended, perhaps with the service
-
-    def close(self) -> None:
-        with self._lock:
-            self._next_try, self._lane = math.inf, None
-            self._held.close()
-
-    def _open(self) -> Any:
-        if (self._lane is not None and self._lane.usable) or time.monotonic() < self._next_try:
-            return self._lane
-        with self._lock:
-            if time.monotonic() < self._next_try:
-                return self._lane
-            self._lane, self._next_try = None, time.monotonic() + LANE_AGAIN_S
-            self._held.close()
-            try:
-                opened = self._transport.open_lane(self._max_tokens, slots=LANE_SLOTS, timeout=REGISTER_AGAIN_S)
-                self._lane = self._held.enter_context(opened)
-            except CallerError:  # the service is on another host, or has lanes switched off
-                self._next_try = math.inf
-            except EpserveError:
-                log.debug("no lane now; requests go another way", exc_info=True)
-        return self._lane
-
-
 class Ways:
     """The ways of a session's requests: a lane to a service on this host, shared memory where the session has some, and
     the wire, which is always there.
@@ -323,7 +268,7 @@ class Ways:
     forgotten is registered anew: the request at hand goes over the wire.
     """
 
-    def __init__(self, transport: Any, retry_for_s: float, shared_memory_bytes: int, lane: LaneWay):
+    def __init__(self, transport: Any, retry_for_s: float, shared_memory_bytes: int, lane: LaneWays):
         self._transport, self._retry_for_s, self._bytes = transport, retry_for_s, shared_memory_bytes
         self._lane = lane
         self._lock = threading.Lock()

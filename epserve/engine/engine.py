@@ -143,6 +143,10 @@ class Engine(EngineFace):
         """Opens memory of clients on the GPUs of this host's ranks. None until the engine has started."""
         return self._pool.regions if self._pool is not None else None
 
+    @property
+    def lane_opener(self) -> DeviceRegions | None:
+        return self.device_regions
+
     async def rebalance(self, explain: bool = False) -> Rebalance:
         """Moves experts to balance the counted load, while serving. Raises NotReady, RankFailed."""
         return await self._serving_pool().changes.rebalance(explain=explain)

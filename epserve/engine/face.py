@@ -58,6 +58,23 @@ class RegionOpener(Protocol):
     def close(self, region: Any) -> None: ...
 
 
+class LaneOpener(Protocol):
+    """Opens lanes whose rows lie on GPUs of this host's ranks (`DeviceRegions`)."""
+
+    async def open(
+        self, *, handle: bytes, offset: int, size: int, proof: bytes = b"", gpu_uuid: str = "",
+        device_id: int | None = None, lane: Callable[[], dict[str, Any]] | None = None,
+    ) -> Any:  # fmt: skip
+        """Returns the region of its slots, with `most` tokens of a call, and `lost`, why no rank serves it any more."""
+        ...
+
+    def close(self, region: Any) -> None: ...
+
+    async def lanes(self) -> dict[int, dict[str, Any]]:
+        """Returns what each lane has done, by the number of its region."""
+        ...
+
+
 class QuickSteps(Protocol):
     """Steps that a thread of its own runs at once (`StepsNow`)."""
 
@@ -105,6 +122,11 @@ class EngineFace(ABC):
     @property
     def device_regions(self) -> RegionOpener | None:
         """Opens memory of clients on the GPUs of this host's ranks. None: there are no ranks that could."""
+        return None
+
+    @property
+    def lane_opener(self) -> LaneOpener | None:
+        """Opens lanes on the GPUs of this host's ranks. None: there are no ranks in this process."""
         return None
 
     @abstractmethod

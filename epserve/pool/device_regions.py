@@ -7,6 +7,7 @@ its steps. The rank opens it, learns its true size, and refuses memory that does
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ class DeviceRegion:
     Attributes:
         number: number of the region in steps.
         member: the rank that has it open, or None.
+        lane: gives what the rank needs for the lane whose slots lie in the region. None: it holds none.
+        most: most tokens of one call of that lane.
         lost: the reason why no rank can open it again.
     """
 
@@ -41,6 +44,8 @@ class DeviceRegion:
     size: int
     gpu_uuid: str
     member: Member | None
+    lane: Callable[[], dict[str, Any]] | None = None
+    most: int = 0
     lost: str = ""
 
 
@@ -62,6 +67,7 @@ class DeviceRegions:
         proof: bytes = b"",
         gpu_uuid: str = "",
         device_id: int | None = None,
+        lane: Callable[[], dict[str, Any]] | None = None,
     ) -> DeviceRegion:
         """Opens a region on the rank of its GPU.
 
@@ -72,6 +78,7 @@ class DeviceRegions:
             proof: bytes that the region must start with.
             gpu_uuid: the GPU of the region. Without it each rank of this host tries, since a client may number GPUs differently.
             device_id: the rank with this number tries first.
+            lane: is called for what a rank needs to serve a lane whose slots lie in the region, each time that one opens it.
 
         Raises:
             InvalidRequest: the rank refuses it, with its reason.
@@ -89,14 +96,15 @@ class DeviceRegions:
         refusals = []
         for member in members:
             number = next(self._numbers)
-            refused = await self._ask(member, {**asked, "open": number, "proof": proof.hex()})
-            if not refused:
+            answer = await self._ask(member, {**asked, **_of_lane(lane), "open": number, "proof": proof.hex()})
+            if "refused" not in answer:
                 uuid = member.facts.gpu_uuid if member.facts is not None else ""
                 region = self._regions[number] = DeviceRegion(
-                    number=number, handle=handle, offset=offset, size=size, gpu_uuid=uuid, member=member
-                )
+                    number=number, handle=handle, offset=offset, size=size, gpu_uuid=uuid, member=member, lane=lane,
+                    most=answer.get("most", 0),
+                )  # fmt: skip
                 return region
-            refusals.append(refused)
+            refusals.append(answer["refused"])
         # A rank that could open the handle has the best reason.
         best = next((each for each in refusals if each["field"] not in ("handle", "gpu_uuid")), refusals[0])
         raise InvalidRequest(f"{best['field']}: {best['text']}", field=best["field"])
@@ -131,15 +139,30 @@ class DeviceRegions:
                     "offset": region.offset,
                     "size": region.size,
                 }
-                refused = await self._ask(member, {**asked, "proof": ""})
+                answer = await self._ask(member, {**asked, **_of_lane(region.lane), "proof": ""})
                 if region.number not in self._regions:
                     self._tell_closed(member, region.number)  # it was unregistered meanwhile
-                elif refused:
-                    region.lost = refused["text"]
+                elif "refused" in answer:
+                    region.lost = answer["refused"]["text"]
                     log.warning("region %d of GPU %s: %s", region.number, region.gpu_uuid, region.lost)
                 else:
                     region.member = member
                 break
+
+    async def lanes(self) -> dict[int, dict[str, Any]]:
+        """Returns what each lane has done, by the number of its region. The ranks that can be asked tell."""
+        found: dict[int, dict[str, Any]] = {}
+        for member in {region.member for region in self._regions.values() if region.lane is not None}:
+            if member is None or member.link is None or member.link.lost:
+                continue
+            with contextlib.suppress(TimeoutError, RankLost):
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    answer = await asyncio.shield(member.link.ask({"lanes": True}))
+                found |= {
+                    int(number): {**each, "cpu_s": answer["cpu_s"], "why": answer["why"]}
+                    for number, each in answer["lanes"].items()
+                }
+        return found
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -167,8 +190,8 @@ class DeviceRegions:
         there = f"those here compute on {', '.join(here)}" if here else "those here compute on none"
         return f"gpu_uuid: no rank of this host computes on {which} ({there}); use a region of system memory"
 
-    async def _ask(self, member: Member, asked: dict[str, Any]) -> dict[str, str]:
-        """Asks a rank to open a region. Returns its refusal, empty when it has opened it. Raises NotReady."""
+    async def _ask(self, member: Member, asked: dict[str, Any]) -> dict[str, Any]:
+        """Asks a rank to open a region. Returns its answer, with "refused" when it has not opened it. Raises NotReady."""
         assert member.link is not None
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -183,7 +206,7 @@ class DeviceRegions:
                 )
                 raise NotReady(text) from None
             raise
-        return answer.get("refused", {})
+        return answer
 
     def _tell_closed(self, member: Member, number: int) -> None:
         if member.link is not None and not member.link.lost:
@@ -191,3 +214,7 @@ class DeviceRegions:
             asked.add_done_callback(
                 lambda each: each.cancelled() or each.exception()
             )  # the end of a link is told elsewhere
+
+
+def _of_lane(lane: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+    return {} if lane is None else {"lane": lane()}

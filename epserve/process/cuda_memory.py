@@ -16,6 +16,10 @@ GRANULE = 2 << 20
 """The driver cuts smaller allocations out of blocks of this size, and a handle opens the whole block."""
 LAZY_ENABLE_PEER_ACCESS = 1  # cuda.h, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 DEVICE_ORDINAL = 9  # cuda.h, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+HOST_PORTABLE, HOST_MAPPED = 1, 2  # cuda.h, CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP
+WAIT_EQUAL = 1  # cuda.h, CU_STREAM_WAIT_VALUE_EQ
+DRIVER = "libcuda.so.1"
+"""The driver's library. It comes with the GPU's kernel module, so that nothing is linked to it."""
 
 
 class DriverError(Exception):
@@ -30,7 +34,7 @@ class _Handle(ctypes.Structure):
 def _driver() -> ctypes.CDLL:
     """Raises DriverError where there is no GPU's driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(DRIVER)
     except OSError as error:
         raise DriverError(f"no CUDA driver on this machine ({error})") from None
     _check(driver, "cuInit", driver.cuInit(0))
@@ -39,9 +43,18 @@ def _driver() -> ctypes.CDLL:
 
 def _check(driver: ctypes.CDLL, call: str, code: int) -> None:
     if code:
-        name = ctypes.c_char_p()
-        driver.cuGetErrorName(code, ctypes.byref(name))
-        raise DriverError(f"{call}: {(name.value or str(code).encode()).decode()}")
+        raise DriverError(f"{call}: {_name(driver, code)}")
+
+
+def _name(driver: ctypes.CDLL, code: int) -> str:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(name))
+    return (name.value or str(code).encode()).decode()
+
+
+def error_name(code: int) -> str:
+    """The driver's name of an error."""
+    return _name(_driver(), code)
 
 
 def _call(name: str, *args: Any) -> None:
@@ -98,6 +111,44 @@ def ordinal_of(address: int) -> int:
     ordinal = ctypes.c_int(-1)
     _call("cuPointerGetAttribute", ctypes.byref(ordinal), ctypes.c_int(DEVICE_ORDINAL), ctypes.c_uint64(address))
     return ordinal.value
+
+
+def context() -> int:
+    """The context that is current in this thread, 0 without one."""
+    found = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(found))
+    return found.value or 0
+
+
+def register_host(address: int, nbytes: int) -> int:
+    """Lets GPUs read and write whole pages of host memory. Returns their address on a GPU. Raises DriverError."""
+    _call(
+        "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes),
+        ctypes.c_uint(HOST_PORTABLE | HOST_MAPPED),
+    )  # fmt: skip
+    there = ctypes.c_uint64()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), ctypes.c_void_p(address), ctypes.c_uint(0))
+    return there.value
+
+
+def unregister_host(address: int) -> None:
+    _call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+
+def write_word(stream: int, address: int, value: int) -> None:
+    """Queues a store of 32 bits. All that the stream did before is visible to every device that sees it."""
+    _call(
+        "cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value),
+        ctypes.c_uint(0),
+    )  # fmt: skip
+
+
+def wait_for_word(stream: int, address: int, value: int) -> None:
+    """Queues a wait until the 32 bits there are `value`."""
+    _call(
+        "cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value),
+        ctypes.c_uint(WAIT_EQUAL),
+    )  # fmt: skip
 
 
 class Bytes:

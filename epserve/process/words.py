@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import platform
+import socket
 import sys
 import time
 
@@ -22,6 +23,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SYS_FUTEX = 202  # x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1  # shared between processes
 MANY = 1 << 30
+CONNECT_S = 5.0
 LONGEST_SLEEP_S = 1.0
 """A longer wait is several sleeps."""
 SPIN_CORES = 8
@@ -68,6 +70,21 @@ def map_sealed(fd: int, size: int) -> mmap.mmap:
         os.close(fd)
 
 
+def receive_descriptors(name: str, key: bytes) -> tuple[int, int]:
+    """Returns the memory and the bell that an abstract Unix socket hands out for a key. Raises OSError, or ValueError for a
+    key that the socket does not know."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(CONNECT_S)
+        sock.connect("\0" + name)
+        sock.sendall(key)
+        _, descriptors, _, _ = socket.recv_fds(sock, 1, 2)
+    if len(descriptors) != 2:
+        for each in descriptors:
+            os.close(each)
+        raise ValueError("the socket does not know the key")
+    return descriptors[0], descriptors[1]
+
+
 class Words:
     """The words of a mapping, by their byte offset in it."""
 
@@ -82,6 +99,13 @@ class Words:
     def store(self, offset: int, number: int, value: int = 0) -> None:
         """Makes everything that this thread stored before visible to a reader that sees this word."""
         self._words[offset >> 3] = (number & 0xFFFFFFFF) << 32 | value
+
+    def store_half(self, offset: int, value: int) -> None:
+        """Stores 32 bits, visible after everything that this thread stored before."""
+        self._halves[offset >> 2] = value & 0xFFFFFFFF
+
+    def load_half(self, offset: int) -> int:
+        return self._halves[offset >> 2]
 
     def wake(self, offset: int) -> None:
         """Wakes all that wait for this word."""

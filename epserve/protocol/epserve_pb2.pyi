@@ -229,18 +229,22 @@ class HoldRegionReply(_message.Message):
     def __init__(self, region: _Optional[str] = ..., doorbell: _Optional[str] = ..., doorbell_key: _Optional[bytes] = ...) -> None: ...
 
 class OpenLaneRequest(_message.Message):
-    __slots__ = ("max_tokens", "slots", "layers", "timeout_ms", "priority")
+    __slots__ = ("max_tokens", "slots", "layers", "timeout_ms", "priority", "cuda", "proof")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     slots: int
     layers: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
     priority: Priority
-    def __init__(self, max_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    cuda: CudaMemory
+    proof: bytes
+    def __init__(self, max_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class OpenLaneReply(_message.Message):
     __slots__ = ("lane", "socket", "key", "byte_size", "slots", "max_tokens", "dtype", "hidden", "top_k", "layers", "timeout_ms")
@@ -477,20 +481,24 @@ class Rates(_message.Message):
     def __init__(self, tokens: _Optional[float] = ..., requests: _Optional[float] = ..., errors: _Optional[float] = ..., steps: _Optional[float] = ...) -> None: ...
 
 class Lanes(_message.Message):
-    __slots__ = ("open", "calls", "joined", "refused", "waited", "polling_share")
+    __slots__ = ("open", "calls", "joined", "refused", "waited", "polling_share", "on_gpu", "gpu_polling_share")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     POLLING_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    GPU_POLLING_SHARE_FIELD_NUMBER: _ClassVar[int]
     open: int
     calls: int
     joined: int
     refused: int
     waited: int
     polling_share: float
-    def __init__(self, open: _Optional[int] = ..., calls: _Optional[int] = ..., joined: _Optional[int] = ..., refused: _Optional[int] = ..., waited: _Optional[int] = ..., polling_share: _Optional[float] = ...) -> None: ...
+    on_gpu: int
+    gpu_polling_share: float
+    def __init__(self, open: _Optional[int] = ..., calls: _Optional[int] = ..., joined: _Optional[int] = ..., refused: _Optional[int] = ..., waited: _Optional[int] = ..., polling_share: _Optional[float] = ..., on_gpu: _Optional[int] = ..., gpu_polling_share: _Optional[float] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
     __slots__ = ("state", "generation", "steps", "ranks", "queue_tokens", "backends", "calls_in_flight", "buffered_bytes", "uptime_s", "server_version", "recoveries", "replayed_requests", "latency", "rates", "spares", "rebalances", "rebalances_skipped", "front_ends", "missing_experts", "lanes")

@@ -4,6 +4,7 @@
     64                beat: the service changes it about once a second
     128 + 128 s       bell of slot s, by the client:   number:32, mode:2, layer:14, tokens:16
     192 + 128 s       answer of slot s, by the service: number:32, status:32
+    200 + 128 s       arrived:32, where the rows lie on a GPU: 0 by the client before a bell, 1 by the service afterwards
     4096 + 512 s      why the call of slot s failed: bytes:16, then a Failure message
     8192 + ...        slot behind slot: rows, results, ids, weights
 
@@ -21,6 +22,8 @@ MAX_TOKENS = (1 << 16) - 1
 MAX_LAYER = (1 << 14) - 1
 KEY_BYTES = 32
 BEAT_AT = 64
+ARRIVED_AT = 8
+"""Behind an answer: a word that a GPU's stream can wait for, since it does not count."""
 WHY_AT, WHY_BYTES = 4096, 512
 ROWS_AT = WHY_AT + MAX_SLOTS * WHY_BYTES
 ALIGNMENT = 256
@@ -63,13 +66,17 @@ def parts(word: int) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, slots=False, kw_only=True)
 class Layout:
-    """The memory of a lane: `slots` times `cap` rows of `hidden` values of `itemsize` bytes, and `top_k` ids and weights."""
+    """The memory of a lane: `slots` times `cap` rows of `hidden` values of `itemsize` bytes, and `top_k` ids and weights.
+
+    rows_at: where the rows begin. 0: they lie on a GPU, and the memory with the words holds none.
+    """
 
     slots: int
     cap: int
     hidden: int
     top_k: int
     itemsize: int
+    rows_at: int = ROWS_AT
 
     @cached_property
     def _ends(self) -> dict[str, tuple[int, int]]:
@@ -88,9 +95,15 @@ class Layout:
 
     @property
     def total(self) -> int:
-        return ROWS_AT + self.slots * self.slot_bytes
+        """Returns the bytes up to the end of the rows."""
+        return self.rows_at + self.slots * self.slot_bytes
+
+    @property
+    def shared(self) -> int:
+        """Returns the bytes of the memory with the words."""
+        return self.total if self.rows_at else ROWS_AT
 
     def part(self, slot: int, name: str) -> tuple[int, int]:
         """Returns offset and bytes of a slot's "x", "y", "ids" or "weights"."""
         offset, size = self._ends[name]
-        return ROWS_AT + slot * self.slot_bytes + offset, size
+        return self.rows_at + slot * self.slot_bytes + offset, size

@@ -27,6 +27,7 @@ from . import groups
 from .device_memory import CudaMemory, DeviceMemory, RankRegions
 from .endings import start_ticks, wait_for_end
 from .groups import GroupAddress, hang_up
+from .lanes.lanes import CudaDevice, Device, RankLanes
 from .placement import Placement
 from .reports import Outcome, Pulse, RankFacts, Standing
 from .setup import plan as rank_plan
@@ -43,6 +44,7 @@ from .worker import Worker
 log = logging.getLogger(__name__)
 
 CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
+LANES_FAILED = 70  # sysexits.h, EX_SOFTWARE
 TRIM_S = 15.0
 """Seconds after which a CPU rank returns free memory to the system. Batches of all sizes come and go on its heap."""
 
@@ -250,13 +252,20 @@ class RankActor:
         if self._server is not None:
             self._server.close()
         host = "" if local else ray.util.get_node_ip_address()
-        self._steps.regions = RankRegions(self._device_memory())
+        self._steps.lanes.close_all()
+        self._steps.lanes = lanes = RankLanes(self._lane_device())
+        lanes.configure(self._config)
+        self._steps.regions = RankRegions(self._device_memory(), lanes)
         self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda")
         return self._server.address
 
     def _device_memory(self) -> DeviceMemory | None:
         """Returns the opener of clients' memory on this rank's GPU."""
         return CudaMemory(self._device) if self._device.type == "cuda" else None
+
+    def _lane_device(self) -> Device | None:
+        """Returns this rank's GPU as lanes need it, where the configuration has them."""
+        return CudaDevice() if self._device.type == "cuda" and self._config.server.gpu_lanes else None
 
     def _join(self, address: GroupAddress) -> dict[str, float]:
         """Joins a new process group, builds the kernel on it and warms up. Collective. Returns the seconds of each part."""
@@ -276,6 +285,7 @@ class RankActor:
             self._worker.regroup(self._context(group))
             self._worker.warm_up()
             self._steps.generation = address.generation
+            self._steps.lanes.ready(self._worker)
             log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
 
@@ -322,6 +332,7 @@ class RankActor:
             return None
         with self._steps.between():  # between two steps
             worker.capture_staged(layer)
+            self._steps.lanes.refresh()
         return dict(source.came_from)
 
     def _out_of_reach(self, arrangement: Arrangement) -> tuple[int, ...]:
@@ -350,11 +361,13 @@ class RankActor:
         assert self._worker is not None
         with self._steps.between():  # between two steps
             self._worker.adopt(layer, version)
+            self._steps.lanes.refresh()
 
     def _unstage(self, layer: int) -> None:
         assert self._worker is not None
         with self._steps.between():
             self._worker.unstage(layer)
+            self._steps.lanes.refresh()
 
     def _close(self) -> None:
         """Collective."""
@@ -363,6 +376,7 @@ class RankActor:
                 if server is not None:
                     server.close()
             self._steps.regions.close_all()
+            self._steps.lanes.close_all()
             try:
                 if self._worker is not None:
                     self._worker.close()
@@ -371,6 +385,7 @@ class RankActor:
 
     def _leave_group(self) -> None:
         self._steps.generation = -1
+        self._steps.lanes.pause()
         if self._worker is not None:
             self._worker.leave()
         groups.leave(self._device)
@@ -396,6 +411,9 @@ class RankActor:
 
     def _answer(self, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Reply | Later:
         """Answers a frame of the data path. It runs in the step thread."""
+        if why := self._steps.lanes.error:
+            log.error("rank %d: lanes on its GPU have failed, this process ends: %s", self._rank, why)
+            os._exit(LANES_FAILED)
         return self._steps.answer(self._worker, header, tensors, out, rank=self._rank, overlaps=self._overlaps)
 
     @property

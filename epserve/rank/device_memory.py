@@ -100,25 +100,48 @@ class _Region:
     bytes: torch.Tensor
 
 
+class LaneOpener(Protocol):
+    """Serves lanes whose slots lie in regions (`RankLanes`)."""
+
+    def open(self, number: int, rows: torch.Tensor, asked: dict[str, Any]) -> int:
+        """Returns the most tokens of one call. Raises Refused."""
+        ...
+
+    def close(self, number: int) -> None: ...
+
+
 class RankRegions:
     """The regions of one rank, for its step thread only. `memory` None: the rank runs on a CPU and has no GPU memory."""
 
-    def __init__(self, memory: DeviceMemory | None):
-        self._memory = memory
+    def __init__(self, memory: DeviceMemory | None, lanes: LaneOpener | None = None):
+        self._memory, self._lanes = memory, lanes
         self._regions: dict[int, _Region] = {}
 
     def told(self, header: dict[str, Any]) -> dict[str, Any]:
-        """Serves {"open": number, handle, offset, size, proof} or {"close": number} of the engine. Returns the answer."""
+        """Serves {"open": number, handle, offset, size, proof} or {"close": number} of the engine. Returns the answer.
+
+        A region with a "lane" holds the slots of a lane, and opens and closes with it.
+        """
         if "close" in header:
-            if (region := self._regions.pop(header["close"], None)) is not None:
-                _close(region.memory)
+            self._close(header["close"])
             return {}
         try:
             handle, proof = bytes.fromhex(header["handle"]), bytes.fromhex(header["proof"])
-            self._regions[header["open"]] = self._open(handle, header["offset"], header["size"], proof)
+            region = self._regions[header["open"]] = self._open(handle, header["offset"], header["size"], proof)
+            if "lane" not in header:
+                return {}
+            if self._lanes is None:
+                raise Refused("this rank serves no lanes", "lane")
+            return {"most": self._lanes.open(header["open"], region.bytes, header["lane"])}
         except Refused as error:
+            self._close(header["open"])
             return {"refused": {"text": str(error), "field": error.field}}
-        return {}
+
+    def _close(self, number: int) -> None:
+        if (region := self._regions.pop(number, None)) is not None:
+            if self._lanes is not None:
+                self._lanes.close(number)
+            _close(region.memory)
 
     def _open(self, handle: bytes, offset: int, size: int, proof: bytes) -> _Region:
         if self._memory is None:
@@ -139,9 +162,8 @@ class RankRegions:
         return _Region(memory=memory, bytes=window)
 
     def close_all(self) -> None:
-        for region in self._regions.values():
-            _close(region.memory)
-        self._regions.clear()
+        for number in list(self._regions):
+            self._close(number)
 
     def view(self, where: RegionRows, rows: int, columns: int) -> torch.Tensor:
         """Returns `(rows, columns)` in a region. Raises Refused for a closed region. The front end has checked all else."""

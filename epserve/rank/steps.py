@@ -22,6 +22,7 @@ from epserve.link.step_server import Later, Reply, Watched
 from epserve.process.phases import COPY_OUT, IDLE
 
 from .device_memory import RankRegions, StepRows
+from .lanes.lanes import RankLanes
 from .step import StepPlan
 from .worker import Worker
 
@@ -32,6 +33,7 @@ class RankSteps:
     """`generation`: of the group that steps run in, -1: none. `aborted`: the last one whose operations were ended from outside.
 
     `step`, `started`: the one that was begun last and has not ended, or -1, and when. `regions`: clients' memory on the device.
+    `lanes`: lanes whose slots lie there.
     """
 
     def __init__(self, poison: Callable[[], None]):
@@ -40,6 +42,7 @@ class RankSteps:
         self.generation = self.aborted = -1
         self.step, self.started = -1, 0.0
         self.regions = RankRegions(None)
+        self.lanes = RankLanes(None)
         self.threads = 1
         """Operators of a step compute with so many. Torch keeps the number by thread, so the step's own thread sets it."""
         self._busy = threading.RLock()
@@ -48,10 +51,11 @@ class RankSteps:
 
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
-        """No step begins, and those that have begun have ended."""
+        """No step begins, of lanes neither, and those that have begun have ended."""
         with self._busy:
             self._begun.join()
-            yield
+            with self.lanes.between():
+                yield
 
     def answer(
         self, worker: Worker | None, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None, *,
@@ -61,6 +65,8 @@ class RankSteps:
         step = header["step"]
         if header.get("beat"):
             return {"step": step}, []
+        if "lanes" in header:
+            return {"step": step, **self.lanes.shown()}, []
         if "region" in header:
             return {"step": step, **self._told_of_region(header["region"], rank)}, []
         with self._busy:
@@ -68,7 +74,8 @@ class RankSteps:
                 assert worker is not None
                 if torch.get_num_threads() != self.threads:
                     torch.set_num_threads(self.threads)
-                begun = self._begin(worker, header, tensors, out)
+                with self.lanes.turn():
+                    begun = self._begin(worker, header, tensors, out)
                 later = functools.partial(self._end, rank, step, header["generation"], begun, tensors)
                 return Watched(later, begun.ready) if overlaps else later()
             except Exception as error:

@@ -81,7 +81,7 @@ class ExpertsServicer(pb_grpc.ExpertsServicer):
 
     async def OpenLane(self, request: pb.OpenLaneRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            lane, reply = self._lanes.open(request, self._calls.caller(context))
+            lane, reply = await self._lanes.open(request, self._calls.caller(context))
         except Exception as error:
             await status.abort(context, status.failure_of(error))
         try:

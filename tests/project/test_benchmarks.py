@@ -231,6 +231,34 @@ def test_regions_on_made_up_gpus_are_measured_and_the_parts_of_a_call_add_up(tmp
 
 
 @pytest.mark.slow
+def test_lanes_on_a_made_up_gpu_are_measured_beside_the_graphs(tmp_path):
+    sizes = (
+        "--hidden",
+        "64",
+        "--intermediate",
+        "32",
+        "--experts",
+        "8",
+        "--top-k",
+        "2",
+        "--calls",
+        "5",
+        "--repeats",
+        "2",
+    )
+    done = program("benchmarks.gpu_lanes", "--cpu", *sizes, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    result = json.loads((tmp_path / "out.json").read_text())
+    for way in ("graph", "in process", "two processes", "one", "region"):
+        assert set(result["us"][way]) == {"1", "16", "128"}
+        assert min(result["us"][way].values()) > 0
+    for tokens, us in result["us"]["two processes"].items():
+        assert result["beyond_the_graph_us"]["two processes"][tokens] == pytest.approx(
+            us - result["us"]["graph"][tokens], abs=0.2
+        )
+
+
+@pytest.mark.slow
 def test_random_steps_of_a_backend():
     for backend, scheme in (("all_to_all", "none"), ("all_to_all_batched", "fp8_block")):
         done = program("tests.all2all.a2a_steps", "--backend", backend, "--scheme", scheme, "--steps", "150")

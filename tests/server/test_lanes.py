@@ -17,8 +17,8 @@ import torch
 from prometheus_client import generate_latest
 
 from epserve.client import Client, ClientOptions, RetryPolicy
-from epserve.client import session as session_module
 from epserve.client.lanes import request as lane_request
+from epserve.client.lanes import ways
 from epserve.client.session import connect
 from epserve.errors import (
     CallerError,
@@ -520,7 +520,7 @@ async def test_a_session_uses_a_lane_by_itself_where_there_is_one(lanes):
             layer, x, (ids, weights) = session.layer(1), torch.randn(5, HIDDEN), routing(5)
             assert torch.equal(layer.forward(x), client.forward(1, x))
             assert torch.equal(layer.forward(x, ids, weights), client.forward(1, x, ids, weights))
-            for other in (torch.randn(session_module.LANE_TOKENS + 1, HIDDEN), x.bfloat16()):
+            for other in (torch.randn(ways.LANE_TOKENS + 1, HIDDEN), x.bfloat16()):
                 assert torch.equal(layer.forward(other), client.forward(1, other)), "another way"
             return client.status().lanes.calls
 
@@ -539,7 +539,7 @@ async def test_a_session_outlives_its_lane():
             while client.status().lanes.open and time.monotonic() < end:
                 time.sleep(0.01)
             assert torch.equal(layer.forward(x), x), "another way"
-            session._ways._lane._next_try = 0.0  # the time between two attempts has passed
+            session._ways._lane._ways[None]._next_try = 0.0  # the time between two attempts has passed
             assert torch.equal(layer.forward(x), x)
             return client.status().lanes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import lane_words as lw
 from epserve.protocol import status, wire
 
-CONNECT_S = 5.0
 MARGIN_S = 1.0
 """The client waits so much longer for an answer than the service takes at most, so that the service's error comes first."""
 
@@ -65,12 +63,11 @@ class Lane:
         self.hidden, self.top_k, self.layers = reply.hidden, reply.top_k, tuple(reply.layers)
         self.dtype = getattr(torch, wire.DTYPE_NAMES[reply.dtype])
         self._timeout_s, self._policy = reply.timeout_ms / 1000, retry
-        self._layout = lw.Layout(
-            slots=reply.slots, cap=reply.max_tokens, hidden=reply.hidden, top_k=reply.top_k,
-            itemsize=self.dtype.itemsize,
-        )  # fmt: skip
-        if reply.byte_size != self._layout.total:
-            raise InternalError(f"lane: the service gives {reply.byte_size} bytes, its sizes make {self._layout.total}")
+        self._layout = self._laid_out(reply)
+        if reply.byte_size != self._layout.shared:
+            raise InternalError(
+                f"lane: the service gives {reply.byte_size} bytes, its sizes make {self._layout.shared}"
+            )
         memory, self._bell = _received(reply.socket, reply.key)
         try:
             self._map = words.map_sealed(memory, reply.byte_size)
@@ -86,6 +83,15 @@ class Lane:
         self._tensors: dict[tuple[str, int], Any] = {}
         for name, slot in itertools.product(("x", "y", "ids", "weights"), range(self.slots)):
             self._tensors[name, slot] = self._tensor(name, slot)
+
+    def _laid_out(self, reply: pb.OpenLaneReply) -> lw.Layout:
+        return lw.Layout(
+            slots=reply.slots,
+            cap=reply.max_tokens,
+            hidden=reply.hidden,
+            top_k=reply.top_k,
+            itemsize=self.dtype.itemsize,
+        )
 
     # Static buffers, and calls of one slot.
 
@@ -332,8 +338,13 @@ class Lane:
             name, (self.dtype, self.hidden)
         )
         offset, size = self._layout.part(slot, name)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=size // dtype.itemsize, offset=offset)
-        return flat.view(self.max_tokens, width)
+        return self._memory(offset, size).view(dtype)[: self.max_tokens * width].view(self.max_tokens, width)
+
+    def _memory(self, offset: int, size: int) -> Any:
+        """Returns the bytes of rows as a uint8 tensor."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=offset)
 
 
 def request(*, max_tokens: Any, slots: Any, layers: Any, timeout_s: float, priority: str) -> pb.OpenLaneRequest:
@@ -350,16 +361,9 @@ def request(*, max_tokens: Any, slots: Any, layers: Any, timeout_s: float, prior
 
 def _received(name: str, key: bytes) -> tuple[int, int]:
     """Returns the descriptors of the memory and of the bell. Raises NotReady."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(CONNECT_S)
-        try:
-            sock.connect("\0" + name)
-            sock.sendall(key)
-            _, descriptors, _, _ = socket.recv_fds(sock, 1, 2)
-        except OSError as error:
-            raise NotReady(f"lane: the service's socket is not reached from here: {error}") from None
-        if len(descriptors) != 2:
-            for each in descriptors:
-                os.close(each)
-            raise NotReady("lane: the service's socket does not know the key of this lane")
-        return descriptors[0], descriptors[1]
+    try:
+        return words.receive_descriptors(name, key)
+    except OSError as error:
+        raise NotReady(f"lane: the service's socket is not reached from here: {error}") from None
+    except ValueError as error:
+        raise NotReady(f"lane: the service's socket gives no memory: {error}") from None

@@ -67,6 +67,10 @@ class StaticBatch:
             self.first_1.fill_(first)
         self._told = count, first
 
+    def forget(self) -> None:
+        """Notes that other work on the stream has written the number of rows."""
+        self._told = (-1, -1)
+
     def beyond(self) -> torch.Tensor:
         """Returns `(M, 1)`: whether a row is padding. The device reads the number of rows. Part of the graph."""
         return self._row_M1 >= self.count_1
@@ -181,6 +185,10 @@ class GraphPool:
                 raise first[0] from None
             raise
 
+    def graph(self, key: Hashable) -> Any:
+        """Returns a captured graph, which the pool keeps."""
+        return self._graphs[key]
+
     def replay(self, key: Hashable) -> None:
         self._graphs[key].replay()
 
@@ -229,6 +237,10 @@ class StepGraphs:
 
     def has(self, key: Hashable, bucket: int | None) -> bool:
         return (key, bucket) in self._graphs
+
+    def captured(self, key: Hashable, bucket: int) -> tuple[StaticBatch, Any] | None:
+        """Returns the batch and the graph of a step, for launches by other means than `replay`. None: there is no such graph."""
+        return (self._batch(bucket), self._graphs.graph((key, bucket))) if self.has(key, bucket) else None
 
     def warm(self, run: Run) -> None:
         """Runs eager steps of every bucket, so that nothing is set up for the first time inside a capture. Collective."""

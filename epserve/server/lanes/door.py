@@ -18,6 +18,7 @@ from epserve.protocol import wire
 from epserve.server.calls import Caller, Calls, is_on_this_host
 
 from .lane import Lane
+from .on_gpu import GpuLane, GpuLanes
 from .poller import Poller
 
 log = logging.getLogger("epserve.server")
@@ -33,6 +34,7 @@ class LaneDoor:
     def __init__(self, calls: Calls):
         self._calls = calls
         self.poller = Poller(calls)
+        self.on_gpu = GpuLanes(calls)
         self.name = f"epserve-lanes-{secrets.token_hex(8)}"
         self._listener: socket.socket | None = None
         self._keys: dict[bytes, Lane] = {}
@@ -50,7 +52,7 @@ class LaneDoor:
         """Waits for the calls that have begun."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while any(lane.busy for lane in self.poller.lanes):
+                while any(lane.busy for lane in (*self.poller.lanes, *self.on_gpu.lanes)):
                     await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
@@ -58,12 +60,16 @@ class LaneDoor:
             task.cancel()
         if self._listener is not None:
             self._listener.close()
+        await self.on_gpu.stop()
         await self.poller.stop()
 
-    def open(self, request: pb.OpenLaneRequest, caller: Caller) -> tuple[Lane, pb.OpenLaneReply]:
+    async def open(self, request: pb.OpenLaneRequest, caller: Caller) -> tuple[Lane, pb.OpenLaneReply]:
         """Raises CallerError, Overloaded or NotReady."""
         calls, limits, info = self._calls, self._calls.limits, self._calls.engine.info
         self._check_may_open(caller)
+        on_gpu = request.HasField("cuda")
+        if on_gpu:
+            self.on_gpu.check(request, caller)
         layers, slots = self._layers(request), request.slots or 1
         if not 1 <= slots <= lw.MAX_SLOTS:
             raise InvalidRequest(f"slots: {slots}, must be 1 to {lw.MAX_SLOTS}", field="slots")
@@ -72,14 +78,15 @@ class LaneDoor:
             text = f"max_tokens: {request.max_tokens}, must be 1 to {most} (server.max_tokens_per_request)"
             raise (InvalidRequest if request.max_tokens < 1 else TooLarge)(text, field="max_tokens")
         layout = lw.Layout(
-            slots=slots, cap=request.max_tokens, hidden=info.hidden, top_k=info.top_k, itemsize=info.dtype.itemsize
-        )
+            slots=slots, cap=request.max_tokens, hidden=info.hidden, top_k=info.top_k, itemsize=info.dtype.itemsize,
+            rows_at=0 if on_gpu else lw.ROWS_AT,
+        )  # fmt: skip
         if layout.total > limits.max_region_bytes:
             text = (
                 f"max_tokens, slots: {layout.total} bytes, at most {limits.max_region_bytes} (server.max_region_bytes)"
             )
             raise TooLarge(f"{text}; fewer of either", field="max_tokens")
-        lane = Lane(
+        lane = (GpuLane if on_gpu else Lane)(
             layout=layout, layers=frozenset(layers), info=info, caller=caller,
             priority=calls.priority(request.priority, caller),
             timeout_s=request.timeout_ms / 1000 or calls.default_deadline_s,
@@ -90,12 +97,19 @@ class LaneDoor:
             raise Overloaded(
                 f"max_tokens, slots: no {layout.total} bytes of shared memory ({error.strerror})", retry_after_s=1
             ) from None
-        key = secrets.token_bytes(lw.KEY_BYTES)
-        self._keys[key] = lane
-        self.poller.add(lane)
-        log.info("%s of client=%s: %d slots of %d tokens", lane.name, caller.name, slots, layout.cap)
+        most = layout.cap
+        try:
+            if isinstance(lane, GpuLane):
+                most = await self.on_gpu.open(lane, request, lambda: (self.name, self._key(lane).hex()))
+            else:
+                self.poller.add(lane)
+        except BaseException:
+            self.close(lane)
+            raise
+        where = "on the GPU" if on_gpu else "in shared memory"
+        log.info("%s of client=%s: %d slots of %d tokens %s", lane.name, caller.name, slots, most, where)
         reply = pb.OpenLaneReply(
-            lane=lane.name, socket=self.name, key=key, byte_size=layout.total, slots=slots, max_tokens=layout.cap,
+            lane=lane.name, socket=self.name, key=self._key(lane), byte_size=layout.shared, slots=slots, max_tokens=most,
             dtype=wire.DTYPES[str(info.dtype).removeprefix("torch.")], hidden=info.hidden, top_k=info.top_k, layers=layers,
             timeout_ms=round(lane.timeout_s * 1000),
         )  # fmt: skip
@@ -112,18 +126,30 @@ class LaneDoor:
             for end in ends:
                 end.cancel()
         lane.caller.account.current()
+        if lane.why is not None:
+            raise lane.why
 
     def close(self, lane: Lane) -> None:
         """Closes the lane, with the calls that are under way."""
         self._keys = {key: each for key, each in self._keys.items() if each is not lane}
-        self.poller.remove(lane)
+        if isinstance(lane, GpuLane):
+            self.on_gpu.close(lane, lane.why or NotReady("lane: the service has closed it; open another"))
+        else:
+            self.poller.remove(lane)
 
     def shown(self) -> pb.Lanes:
-        counts = self.poller.counts
+        counts, on_gpu = self.poller.counts, self.on_gpu
         return pb.Lanes(
-            open=len(self.poller.lanes), calls=counts.calls, joined=counts.joined, refused=counts.refused,
-            waited=counts.waited, polling_share=self.poller.polling_share,
+            open=len(self.poller.lanes) + len(on_gpu.lanes), calls=counts.calls + on_gpu.calls,
+            joined=counts.joined + on_gpu.joined, refused=counts.refused + on_gpu.refused, waited=counts.waited,
+            polling_share=self.poller.polling_share, on_gpu=len(on_gpu.lanes), gpu_polling_share=on_gpu.polling_share,
         )  # fmt: skip
+
+    def _key(self, lane: Lane) -> bytes:
+        """Returns a new key of the lane, which works once."""
+        key = secrets.token_bytes(lw.KEY_BYTES)
+        self._keys[key] = lane
+        return key
 
     def _check_may_open(self, caller: Caller) -> None:
         limit = self._calls.limits.lanes
@@ -136,7 +162,7 @@ class LaneDoor:
             raise InvalidRequest(text, field="lane")
         if self._calls.draining.is_set():
             raise NotReady("the server is stopping; open the lane at another one, or again later")
-        if (number := len(self.poller.lanes)) >= limit:
+        if (number := len(self.poller.lanes) + len(self.on_gpu.lanes)) >= limit:
             text = f"{number} lanes are open, at most {limit} are (server.lanes); try again later"
             raise Overloaded(text, retry_after_s=1)
 

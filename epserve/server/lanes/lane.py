@@ -109,6 +109,8 @@ class Lane:
     timeout_s: float
     name: str = field(default_factory=lambda: f"lane-{secrets.token_hex(4)}")
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    why: EpserveError | None = None
+    """The reason why the service closes it."""
     closed: bool = False
     running: set[asyncio.Task[None]] = field(default_factory=set)
     """Calls that wait in the queue, or run from there."""
@@ -121,16 +123,16 @@ class Lane:
     def make(self) -> None:
         """Makes the memory. Raises OSError where the system gives none."""
         layout = self.layout
-        self.fd = words.sealed_memory("epserve-lane", layout.total)
+        self.fd = words.sealed_memory("epserve-lane", layout.shared)
         try:
-            self._map = words.map_sealed(os.dup(self.fd), layout.total)
+            self._map = words.map_sealed(os.dup(self.fd), layout.shared)
             self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             os.close(self.fd)
             raise
         self._words = words.Words(self._map)
         self._words.store(0, layout.slots, lw.MAGIC & 0xFFFFFFFF)
-        self.slots = tuple(self._slot(number) for number in range(layout.slots))
+        self.slots = tuple(self._slot(number) for number in range(layout.slots)) if layout.rows_at else ()
 
     def close(self) -> None:
         """No bell is taken any more. The memory goes with the last tensor over it."""
@@ -205,6 +207,14 @@ class Lane:
 
     def refuse(self, slot: int, number: int, error: BaseException, tokens: int = 0) -> str:
         """Answers with the error. The rows of the result become NaN. Returns the status's name."""
+        code = self._explain(slot, number, error)
+        if tokens:
+            self.slots[slot].y[:tokens].fill_(float("nan"))
+        self._say(slot, number, status_word(error))
+        return code
+
+    def _explain(self, slot: int, number: int, error: BaseException) -> str:
+        """Puts the reason of an answer beside it. Returns the status's name."""
         failure = status.failure_of(error, f"{self.name}-{slot}-{number}")
         failure.message = failure.message[:MESSAGE_CHARS]
         why = failure.SerializeToString()
@@ -212,9 +222,6 @@ class Lane:
         if len(why) <= lw.WHY_BYTES - 2:
             self._map[at + 2 : at + 2 + len(why)] = why
             self._map[at : at + 2] = len(why).to_bytes(2, "little")
-        if tokens:
-            self.slots[slot].y[:tokens].fill_(float("nan"))
-        self._say(slot, number, _status(error))
         return failure.code
 
     def beat(self, count: int) -> None:
@@ -248,7 +255,8 @@ class Lane:
         return made(slot.x), made(slot.ids), made(slot.weights)
 
 
-def _status(error: BaseException) -> int:
+def status_word(error: BaseException) -> int:
+    """Returns the status of an answer."""
     for kind, value in STATUSES:
         if isinstance(error, kind):
             return value

@@ -155,6 +155,8 @@ class _StatusCollector(Collector):
             lanes = self._metrics.lanes()
             families["lanes"].add_metric([], lanes.open)
             families["lanes_polling_share"].add_metric([], lanes.polling_share)
+            families["lanes_on_gpu"].add_metric([], lanes.on_gpu)
+            families["lanes_gpu_polling_share"].add_metric([], lanes.gpu_polling_share)
             for name in ("calls", "joined", "refused", "waited"):
                 families["lane_calls" if name == "calls" else f"lane_calls_{name}"].add_metric([], getattr(lanes, name))
         yield from families.values()
@@ -174,6 +176,8 @@ def _families() -> dict[str, Any]:
         "hot_expert_id": ("Logical expert with the n-th most tokens in the last minute, all layers.", ("place",)),
         "lanes": ("Lanes that clients have open.", ()),
         "lanes_polling_share": ("Processor time of the thread that serves lanes over the time; 1 is one core.", ()),
+        "lanes_on_gpu": ("Of the lanes: their rows lie on a GPU.", ()),
+        "lanes_gpu_polling_share": ("Likewise, of the rank's thread that serves those.", ()),
         "hot_expert_load": ("Its tokens over the mean expert's.", ("place",)),
     }
     counters = {

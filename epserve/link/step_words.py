@@ -1,11 +1,13 @@
 """A step by words of shared memory: the quick way between the engine and a rank of its host.
 
     64       step word, by the engine: number
+    72       the number of the step:   64 bits
     128      answer word, by the rank:  number
     4096     the header of the step:    bytes:32, JSON
     32768    the header of the answer:  likewise
 
-All tensors lie in the arena. The rank's step thread waits for its socket and for an eventfd, which the engine writes after
+The header of a step says all but its number, so that steps which differ in nothing else are written and read once. All tensors
+lie in the arena. The rank's step thread waits for its socket and for an eventfd, which the engine writes after
 the word. The engine waits for the answer word. One step is under way at a time, and none on the socket meanwhile.
 """
 
@@ -19,20 +21,20 @@ from typing import Any
 
 from epserve.process import words
 
-STEP_AT, ANSWER_AT = 64, 128
+STEP_AT, NUMBER_AT, ANSWER_AT = 64, 72, 128
 HEADER_AT, REPLY_AT, SIZE = 4096, 32768, 65536
 MOST_BYTES = 28 << 10  # of a header; both places have more
 
 
-def _put(memory: mmap.mmap, at: int, header: dict[str, Any]) -> None:
+def written(header: dict[str, Any]) -> bytes:
+    """Returns a header as its bytes in the memory."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    memory[at + 4 : at + 4 + len(text)] = text
-    memory[at : at + 4] = len(text).to_bytes(4, "little")
+    return len(text).to_bytes(4, "little") + text
 
 
-def _get(memory: mmap.mmap, at: int) -> dict[str, Any]:
+def _get(memory: mmap.mmap, at: int) -> bytes:
     size = int.from_bytes(memory[at : at + 4], "little")
-    return json.loads(memory[at + 4 : at + 4 + min(size, MOST_BYTES)])
+    return memory[at + 4 : at + 4 + min(size, MOST_BYTES)]
 
 
 class StepWords:
@@ -45,11 +47,15 @@ class StepWords:
         self._memory = words.map_sealed(os.dup(self.fd), SIZE)
         self._words = words.Words(self._memory)
         self._number = 0
+        self._there = b""
         self._closed = False
 
-    def ring(self, header: dict[str, Any]) -> None:
-        """Begins a step."""
-        _put(self._memory, HEADER_AT, header)
+    def ring(self, header: bytes, step: int) -> None:
+        """Begins a step. header: from `written`."""
+        if header is not self._there:
+            self._memory[HEADER_AT : HEADER_AT + len(header)] = header
+            self._there = header
+        self._words.store(NUMBER_AT, step >> 32, step & 0xFFFFFFFF)
         self._number += 1
         self._words.store(STEP_AT, self._number)
         os.eventfd_write(self.bell, 1)
@@ -65,7 +71,7 @@ class StepWords:
 
     def reply(self) -> dict[str, Any]:
         """Returns the header of the answer that `answered` saw."""
-        return _get(self._memory, REPLY_AT)
+        return json.loads(_get(self._memory, REPLY_AT))
 
     def lost(self) -> None:
         """Wakes the thread that waits for an answer: none comes. Safe to call twice."""
@@ -90,8 +96,8 @@ class RankWords:
         self._words = words.Words(self._memory)
         self._number = self._words.load(ANSWER_AT) >> 32
 
-    def take(self) -> dict[str, Any] | None:
-        """Returns the header of a step that has been rung, or None."""
+    def take(self) -> tuple[bytes, int] | None:
+        """Returns the header of a step that has been rung, JSON without its number, and the number. None: no step."""
         try:
             os.eventfd_read(self.bell)
         except BlockingIOError:
@@ -100,10 +106,11 @@ class RankWords:
         if number == self._number:
             return None
         self._number = number
-        return _get(self._memory, HEADER_AT)
+        return _get(self._memory, HEADER_AT), self._words.load(NUMBER_AT)
 
     def answer(self, header: dict[str, Any]) -> None:
-        _put(self._memory, REPLY_AT, header)
+        text = written(header)
+        self._memory[REPLY_AT : REPLY_AT + len(text)] = text
         self._words.store(ANSWER_AT, self._number)
         self._words.wake(ANSWER_AT)
 

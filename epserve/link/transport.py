@@ -24,7 +24,7 @@ import torch
 
 from epserve.process.words import why_not
 
-from . import wire
+from . import step_words, wire
 from .door import LinkAddress
 from .failure import Failure, RankLost, gone
 from .shm import Arena
@@ -48,13 +48,25 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A step by words, written down but for its number. `held`: memory that the rank reads."""
+
+    header: bytes
+    held: Sequence[torch.Tensor]
+    out: torch.Tensor
+
+
 @dataclass(slots=True)
 class _Pending:
-    """A step without an answer. `held`: memory that the rank reads. `shared`: some of its memory lies in the arena."""
+    """A step without an answer. `held`: memory that the rank reads. `shared`: some of its memory lies in the arena.
+
+    `future`: None for a step by words that nobody in the loop waits for.
+    """
 
     out: torch.Tensor
-    future: asyncio.Future[dict[str, Any]]
-    held: list[torch.Tensor]
+    future: asyncio.Future[dict[str, Any]] | None
+    held: Sequence[torch.Tensor]
     shared: bool
 
 
@@ -131,17 +143,18 @@ class SocketLink:
         self._send(wire.encode(header, tensors, offsets))
         return future
 
-    def ring(self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Begins a step by words. All tensors lie in the arena, and no other step is under way. Any thread may call it.
-
-        `answered` waits for it.
-        """
-        assert self.words is not None
+    def rung(self, header: dict[str, Any], tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Rung:
+        """Writes a step down for `ring`. All tensors lie in the arena."""
         places = [[*wire.describe(tensor), self._offset_of(tensor) or 0] for tensor in tensors]
-        header = {**header, "tensors": places, "out": [*wire.describe(out), self._offset_of(out) or 0]}
-        self._pending[header["step"]] = _Pending(out, self._loop.create_future(), list(tensors), True)
+        header = {**header, "step": 0, "tensors": places, "out": [*wire.describe(out), self._offset_of(out) or 0]}
+        return Rung(step_words.written(header), tensors, out)
+
+    def ring(self, rung: Rung, step: int) -> None:
+        """Begins a step by words, while no other one is under way. Any thread may call it. `answered` waits for it."""
+        assert self.words is not None
+        self._pending[step] = _Pending(rung.out, None, rung.held, True)
         if not self.lost:
-            self.words.ring(header)
+            self.words.ring(rung.header, step)
 
     def answered(self, step: int, until: float) -> dict[str, Any] | None:
         """Waits for the answer of a step that was rung, and returns its header. None: there is none at `until`, or the link
@@ -152,7 +165,7 @@ class SocketLink:
         self.heard = time.monotonic()
         pending = self._pending.pop(step, None)
         if pending is not None and self._watched:
-            self._loop.call_soon_threadsafe(_done, pending.future)
+            self._loop.call_soon_threadsafe(_done, pending)
         return self.words.reply()
 
     async def outlast(self, step: int) -> None:
@@ -173,7 +186,12 @@ class SocketLink:
     def pending(self) -> list[asyncio.Future[dict[str, Any]]]:
         """The futures of those steps. They end with the steps."""
         self._watched = True
-        return [each.future for step, each in self._pending.items() if step >= 0]
+        found = []
+        for step, each in list(self._pending.items()):
+            if step >= 0:
+                each.future = each.future or self._loop.create_future()
+                found.append(each.future)
+        return found
 
     def close(self) -> None:
         self._end("the connection was closed here", report=False)
@@ -251,8 +269,8 @@ class SocketLink:
             del out  # NOTE: otherwise this frame would keep the memory of the last step while it waits
             self._settle(self._pending.pop(header["step"]).future, header)
 
-    def _settle(self, future: asyncio.Future[dict[str, Any]], header: dict[str, Any]) -> None:
-        if future.done():
+    def _settle(self, future: asyncio.Future[dict[str, Any]] | None, header: dict[str, Any]) -> None:
+        if future is None or future.done():
             return
         if header.get("failure"):
             future.set_exception(RankLost(Failure(**header["failure"])))
@@ -267,7 +285,7 @@ class SocketLink:
         self._loop.remove_writer(self._sock)
         pending, self._pending = self._pending, {}
         for each in pending.values():
-            if not each.future.done():
+            if each.future is not None and not each.future.done():
                 each.future.set_exception(gone(why))
                 each.future.exception()  # a step that was rung may have no reader
         if self.words is not None:
@@ -283,9 +301,9 @@ class SocketLink:
             self._on_lost()
 
 
-def _done(future: asyncio.Future[dict[str, Any]]) -> None:
-    if not future.done():
-        future.set_result({})
+def _done(pending: _Pending) -> None:
+    if pending.future is not None and not pending.future.done():
+        pending.future.set_result({})
 
 
 class _Remains:

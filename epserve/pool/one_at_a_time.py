@@ -1,9 +1,11 @@
-"""Changes of a running service. At most one is under way, and each goes to its end."""
+"""Changes of a running service, of which at most one is under way, and steps of a thread of their own, likewise."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -66,3 +68,28 @@ def _tell(task: asyncio.Task) -> None:
         log.warning("%s: given up, the service stops", task.get_name())
     elif error := task.exception():
         log.warning("%s: %s", task.get_name(), error)
+
+
+class Alone:
+    """Tells whether another thread than the loop's runs a step. `begin` and `end` belong to that thread and take no lock."""
+
+    def __init__(self) -> None:
+        self._running = False
+        self._waiting: deque[concurrent.futures.Future[None]] = deque()
+
+    def begin(self) -> None:
+        self._running = True
+
+    def end(self) -> None:
+        self._running = False
+        while self._waiting:
+            self._waiting.popleft().set_result(None)
+
+    async def ended(self) -> None:
+        """Waits for the step that runs now, if any."""
+        if not self._running:
+            return
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._waiting.append(future)
+        if self._running:  # else it has ended meanwhile, perhaps without a look at this future
+            await asyncio.wrap_future(future)

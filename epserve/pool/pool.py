@@ -31,7 +31,7 @@ from .changes import Changes
 from .members import call_all
 from .ranks import CLOSE_TIMEOUT_S, Ranks
 from .reserves import too_few
-from .steps import PoolSteps, StepFailed
+from .steps import PoolSteps, ReadyStep, StepFailed
 from .supervisor import Recovery, Supervisor
 
 log = logging.getLogger(__name__)
@@ -155,9 +155,13 @@ class Pool(Ranks):
             self.supervisor.judge(error)
             raise
 
-    def run_alone(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> StepResult | None:
+    def ready(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> ReadyStep | None:
+        """Writes a step down for `run_alone` (`PoolSteps.ready`)."""
+        return self.steps.ready(plans, shards)
+
+    def run_alone(self, step: ReadyStep, number: int) -> StepResult | None:
         """Runs a step in a thread of its own (`PoolSteps.run_alone`)."""
-        return self.steps.run_alone(plans, shards, self.supervisor.judge)
+        return self.steps.run_alone(step, number, self.supervisor.judge)
 
     def shared(self, nbytes: int) -> Any:
         """Returns a buffer in the memory that the ranks of this host map, or None when there is none."""

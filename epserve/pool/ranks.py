@@ -8,7 +8,6 @@ knows none of them.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import math
@@ -46,6 +45,7 @@ from .device_regions import DeviceRegions
 from .holders import find_holders, suffice
 from .loading import told
 from .members import Agents, Member, answer, call_all, check_gpus
+from .one_at_a_time import Alone
 from .ray_cluster import Gang
 from .reserves import SPARE, STANDBY, Reserve
 
@@ -131,8 +131,8 @@ class Ranks:
         self.on_lost: Callable[[Member], None] = lambda member: None
         self.running: dict[int, asyncio.Future] = {}
         """Step number -> future that is done when the step has ended on all ranks."""
-        self.alone: concurrent.futures.Future[None] | None = None
-        """The step that another thread than the loop's runs; done when it has ended. No other step runs meanwhile."""
+        self.alone = Alone()
+        """The step that another thread than the loop's runs. No other step runs meanwhile."""
         self.tokens_total = 0
         """Tokens of all steps since the start, over all ranks."""
         self._versions = itertools.count(1)
@@ -167,8 +167,7 @@ class Ranks:
 
     async def steps_done(self) -> None:
         """Waits for the steps that run now, however they end."""
-        if (alone := self.alone) is not None:
-            await asyncio.wrap_future(alone)
+        await self.alone.ended()
         if self.running:
             await asyncio.wait(list(self.running.values()))
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from epserve.errors import RankFailed
 from epserve.link.failure import Failure, RankLost, gone, root_cause
+from epserve.link.transport import Rung
 from epserve.rank.step import StepPlan, StepResult
 
 from .members import Member, who
@@ -47,6 +47,26 @@ class StepFailed(RankFailed):
     def spoilt(self) -> bool:
         """Whether the rank's process is of no further use."""
         return self.failure is not None and self.failure.spoilt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyStep:
+    """A step by words that is written down but for its number. It runs as often as wanted, one run at a time.
+
+    It is of use as long as `members`, their generation and the version of the layer's placement are the pool's own.
+
+    Attributes:
+        plans: one for each rank. Their `step` has no meaning.
+        rungs: what each rank's words will say.
+        out_MK: the result of the last run, in the memory that the ranks map.
+        in_place: the ranks read the shards where they lie. Otherwise they read copies of their present values.
+    """
+
+    plans: Sequence[StepPlan]
+    members: Sequence[Member]
+    rungs: Sequence[Rung]
+    out_MK: torch.Tensor
+    in_place: bool
 
 
 class PoolSteps:
@@ -96,56 +116,79 @@ class PoolSteps:
         self._count(plans[0], members)
         return _result(out_MK, plans, [future.result() for future in futures])
 
-    def run_alone(
-        self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]], judge: Callable[[StepFailed], None]
-    ) -> StepResult | None:
+    def ready(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> ReadyStep | None:
+        """Writes a step down for `run_alone`, in the calling thread, which is not the loop's.
+
+        Args:
+            plans: as of `run`, without rows in regions of GPUs. Their `step` has no meaning.
+            shards: as of `run`. Those that do not lie in the arena are copied now.
+
+        Returns:
+            The step, or None when it cannot go by words now.
+        """
+        ranks, counts = self._ranks, plans[0].tokens_per_rank
+        members, arena = list(ranks.members), ranks.arena
+        placement, generation = ranks.arrangement.placements[plans[0].layer], ranks.generation
+        links = [member.link for member in members]
+        if arena is None or len(members) != len(plans) or any(link is None or link.words is None for link in links):
+            return None
+        placed = [each for shard in shards if (each := self._placed(shard)) is not None]
+        shape = ranks.plan.spec.shape
+        out_MK = arena.empty((sum(counts), shape.hidden), shape.dtype)
+        if out_MK is None or len(placed) < len(shards):
+            return None
+        plans = [replace(plan, generation=generation, placement=placement.version) for plan in plans]
+        rungs, first = [], 0
+        for link, plan, shard, count in zip(links, plans, placed, counts, strict=True):
+            assert link is not None
+            rungs.append(link.rung(plan.as_json(), shard, out_MK[first : first + count]))
+            first += count
+        in_place = all(
+            one is other for pair in zip(shards, placed, strict=True) for one, other in zip(*pair, strict=True)
+        )
+        return ReadyStep(plans=plans, members=members, rungs=rungs, out_MK=out_MK, in_place=in_place)
+
+    def run_alone(self, step: ReadyStep, number: int, judge: Callable[[StepFailed], None]) -> StepResult | None:
         """Runs a step by words, in the calling thread, which is not the loop's. No other step is under way.
 
         Args:
-            plans: as of `run`, without rows in regions of GPUs.
-            shards: as of `run`.
+            step: from `ready`.
+            number: of the step.
             judge: is called in the loop with the error of a step that failed.
 
         Returns:
-            The outcome, or None when the step cannot run now. Nothing has begun then.
+            The outcome, or None when the step cannot run now, or is of no use any more. Nothing has begun then.
 
         Raises:
             StepFailed: as `run`.
         """
-        ranks, counts = self._ranks, plans[0].tokens_per_rank
-        # Set before the state is read. A change of the state, or of the placements, waits for it afterwards.
-        alone = ranks.alone = concurrent.futures.Future()
+        alone = self._ranks.alone
+        alone.begin()  # before the state is read. A change of the state, or of the placements, waits for its end afterwards
         try:
-            members = list(ranks.members)
-            placement = ranks.arrangement.placements[plans[0].layer]
-            if placement.missing or ranks.arena is None or not self._quick(plans, members):
+            if not self._serves(step):
                 return None
-            placed = [self._placed(shard) for shard in shards]
-            shape = ranks.plan.spec.shape
-            out_MK = ranks.arena.empty((sum(counts), shape.hidden), shape.dtype)
-            if out_MK is None or None in placed:
-                return None
-            plans = [replace(plan, generation=ranks.generation, placement=placement.version) for plan in plans]
-            first = 0
-            for member, plan, shard, count in zip(members, plans, placed, counts, strict=True):
-                assert member.link is not None and shard is not None
-                member.link.ring(plan.as_json(), shard, out_MK[first : first + count])
-                first += count
-            answers = self._answers_alone(plans[0], members, judge)
-            self._count(plans[0], members)
-            return _result(out_MK, plans, answers)
+            for member, rung in zip(step.members, step.rungs, strict=True):
+                assert member.link is not None
+                member.link.ring(rung, number)
+            answers = self._answers_alone(step, number, judge)
+            self._count(step.plans[0], step.members)
+            return _result(step.out_MK, step.plans, answers)
         finally:
-            ranks.alone = None
-            alone.set_result(None)
+            alone.end()
 
-    def _quick(self, plans: Sequence[StepPlan], members: Sequence[Member]) -> bool:
-        """Returns whether a step can go by words: all ranks are on this host and serve."""
-        links = (member.link for member in members)
+    def _serves(self, step: ReadyStep) -> bool:
+        """Returns whether a step's ranks serve, and are those that it was written for."""
+        ranks, plan = self._ranks, step.plans[0]
+        placement = ranks.arrangement.placements[plan.layer]
         return (
-            self._ranks.serving.is_set()
-            and len(members) == len(plans)
-            and all(link is not None and link.words is not None and not link.lost for link in links)
-        )
+            ranks.serving.is_set()
+            and plan.generation == ranks.generation
+            and plan.placement == placement.version
+            and not placement.missing
+            and len(step.members) == len(ranks.members)
+            and all(one is other and one.link is not None and not one.link.lost
+                    for one, other in zip(step.members, ranks.members, strict=True))
+        )  # fmt: skip
 
     def _placed(self, shard: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Returns the tensors in the arena, or None when it has no room."""
@@ -160,20 +203,19 @@ class PoolSteps:
             placed.append(tensor)
         return placed
 
-    def _answers_alone(
-        self, plan: StepPlan, members: Sequence[Member], judge: Callable[[StepFailed], None]
-    ) -> list[dict[str, Any]]:
+    def _answers_alone(self, step: ReadyStep, number: int, judge: Callable[[StepFailed], None]) -> list[dict[str, Any]]:
         """Waits for the answers of all ranks. Raises StepFailed."""
+        members = step.members
         until = time.monotonic() + self._ranks.config.scheduler.step_timeout_s
         told: list[dict[str, Any] | None] = []
         for member in members:
             assert member.link is not None
-            told.append(answer := member.link.answered(plan.step, until))
+            told.append(answer := member.link.answered(number, until))
             if answer is None or answer.get("failure"):
                 until = min(until, time.monotonic() + SETTLE_S)  # peers report within milliseconds
         answers = [each for each in told if each is not None and not each.get("failure")]
         if len(answers) < len(members):
-            failed = self._failed_alone(plan, list(members), told, judge)
+            failed = self._failed_alone(replace(step.plans[0], step=number), list(members), told, judge)
             asyncio.run_coroutine_threadsafe(failed, self._ranks.loop).result()
         return answers
 

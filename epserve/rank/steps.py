@@ -13,12 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from epserve.link.failure import from_exception
-from epserve.link.step_server import Later, Reply, Watched
+from epserve.link.step_server import MOST_KNOWN, Later, Reply, Watched
 from epserve.process.phases import COPY_OUT, IDLE
 
 from .device_memory import RankRegions, StepRows
@@ -45,6 +46,7 @@ class RankSteps:
         self.lanes = RankLanes(None)
         self.threads = 1
         """Operators of a step compute with so many. Torch keeps the number by thread, so the step's own thread sets it."""
+        self._known: dict[bytes, StepPlan] = {}
         self._busy = threading.RLock()
         self._begun: queue.Queue[int] = queue.Queue()
         """Steps that the device may still be at."""
@@ -85,6 +87,16 @@ class RankSteps:
                 self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
             return {"step": step, "failure": failure}, []
 
+    def _plan(self, header: dict) -> StepPlan:
+        """Returns the plan in a frame. `text`: what a step by words says but for its number. It is read once."""
+        if (text := header.get("text")) is None:
+            return StepPlan.from_json(header)
+        if (plan := self._known.get(text)) is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            plan = self._known[text] = StepPlan.from_json(header)
+        return replace(plan, step=header["step"])
+
     def _told_of_region(self, asked: dict[str, Any], rank: int) -> dict[str, Any]:
         with self.between():  # nor while another thread captures graphs: the driver's calls would spoil them
             try:
@@ -95,7 +107,7 @@ class RankSteps:
 
     def _begin(self, worker: Worker, header: dict, tensors: list[torch.Tensor], out: torch.Tensor | None) -> Watched:
         """Queues a step; what waits for its result, which is on the CPU or in clients' regions then."""
-        plan = StepPlan.from_json(header)
+        plan = self._plan(header)
         generation = plan.generation
         if generation != self.generation:
             raise ConnectionResetError(f"connection reset: generation {generation} has ended")

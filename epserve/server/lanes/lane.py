@@ -25,7 +25,7 @@ from epserve.errors import (
     Unauthenticated,
 )
 from epserve.models import ModelInfo
-from epserve.modular_kernel import Routing, check_routing
+from epserve.modular_kernel import check_routing
 from epserve.process import words
 from epserve.protocol import lane_words as lw
 from epserve.protocol import status
@@ -41,6 +41,8 @@ STATUSES: tuple[tuple[type[EpserveError], int], ...] = (
 )
 FIELDS = {"bell": lw.BAD_HEADER, "layer": lw.BAD_HEADER, "topk_ids": lw.BAD_IDS, "hidden_states": lw.NOT_FINITE,
           "topk_weights": lw.NOT_FINITE}  # fmt: skip
+MOST_KINDS = 256
+"""The kinds of calls of one slot that are remembered."""
 MESSAGE_CHARS = 300
 """Longest text of a failure in a lane's page."""
 
@@ -58,6 +60,10 @@ class Slot:
     """The number of the last bell that was taken."""
     busy: bool = False
     own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    batches: dict[tuple[int, int, int], Batch] = field(default_factory=dict)
+    """(mode, layer, tokens) -> a batch of the first rows of `own`, for all calls of that kind."""
+    ready: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    """The same key -> the step that computes such a call alone, written down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +83,17 @@ class Call:
         return self.layer, self.mode
 
     @property
+    def kind(self) -> tuple[int, int, int]:
+        """Returns what calls have in common whose steps differ in their rows alone."""
+        return self.mode, self.layer, self.tokens
+
+    @property
     def deadline(self) -> float:
         return self.seen + self.lane.timeout_s
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.lane.name}-{self.slot}-{self.number}"
 
     @property
     def nbytes(self) -> int:
@@ -174,24 +189,36 @@ class Lane:
     def batch(self, call: Call, memory: Callable[[int], Any]) -> Batch:
         """Copies a call's rows, ids and weights, and checks the copy. Raises InvalidRequest.
 
+        Calls of one kind share the batch. Its deadline and request id are those of the first.
+
         memory: gives a buffer that the ranks read in place, or None.
         """
         slot = self.slots[call.slot]
-        x, ids, weights = slot.own = slot.own or self._own(memory)
-        hidden = x[: call.tokens].copy_(slot.x[: call.tokens])
+        if (batch := slot.batches.get(call.kind)) is None:
+            batch = self._new_batch(slot, call, memory)
+        hidden = batch.hidden.copy_(slot.x[: call.tokens])
         if not all_finite(hidden):
             row, column = torch.isfinite(hidden).logical_not().nonzero()[0].tolist()
             raise not_finite(self.info.dtype, row, column, str(hidden[row, column].item()))
-        routing: Routing | None = None
-        if call.mode == lw.ROUTED:
-            ids, weights = ids[: call.tokens].copy_(slot.ids[: call.tokens]), weights[: call.tokens]
-            weights.copy_(slot.weights[: call.tokens])
-            routing = check_routing(ids, weights, num_tokens=call.tokens, num_experts=self.info.num_experts)
-        return Batch(
-            layer=call.layer, hidden=hidden, ids=routing.ids_Mt if routing else None,
-            weights=routing.weights_Mt if routing else None, deadline=call.deadline, client=self.caller.name,
-            request_id=f"{self.name}-{call.slot}-{call.number}", priority=self.priority, routing_checked=True,
+        if batch.ids is not None and batch.weights is not None:
+            batch.ids.copy_(slot.ids[: call.tokens])
+            batch.weights.copy_(slot.weights[: call.tokens])
+            check_routing(batch.ids, batch.weights, num_tokens=call.tokens, num_experts=self.info.num_experts)
+        return batch
+
+    def _new_batch(self, slot: Slot, call: Call, memory: Callable[[int], Any]) -> Batch:
+        slot.own = slot.own or self._own(memory)
+        x, ids, weights = (each[: call.tokens] for each in slot.own)
+        routed = call.mode == lw.ROUTED
+        if len(slot.batches) >= MOST_KINDS:
+            slot.batches.clear()
+            slot.ready.clear()
+        batch = slot.batches[call.kind] = Batch(
+            layer=call.layer, hidden=x, ids=ids if routed else None, weights=weights if routed else None,
+            deadline=call.deadline, client=self.caller.name, request_id=call.request_id, priority=self.priority,
+            routing_checked=True,
         )  # fmt: skip
+        return batch
 
     def answer(self, call: Call, out_MK: torch.Tensor) -> None:
         """Puts the result into the slot and answers. Raises NotFinite, and answers nothing then."""

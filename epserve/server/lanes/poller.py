@@ -222,7 +222,7 @@ class Poller:
         self.counts.joined += len(batches) if len(batches) > 1 else 0
         if quick:
             try:
-                results = now.run([batch for _, batch in quick])
+                results = _run(now, quick)
             except RankFailed:
                 results = None  # computed again when the ranks are back
             except Exception as error:  # the engine's door, or a defect
@@ -279,10 +279,13 @@ class Poller:
         """Serves a call as any other request."""
         observer, caller, code = self._observer, call.lane.caller, "CANCELLED"
         with observer.tracing.call(METHOD, ()):
-            watch = observer.request(batch.request_id, layer=call.layer, tokens=call.tokens, received=call.nbytes)
+            watch = observer.request(call.request_id, layer=call.layer, tokens=call.tokens, received=call.nbytes)
             try:
                 with self._calls.admitting(call, caller):
-                    batch = replace(batch, trace=watch.trace, claim=caller.account.claim(call.nbytes))
+                    claim = caller.account.claim(call.nbytes)
+                    batch = replace(
+                        batch, trace=watch.trace, claim=claim, deadline=call.deadline, request_id=call.request_id
+                    )
                     async with asyncio.timeout_at(call.deadline):
                         answer = await self._calls.engine.answer(batch)
                 if answer.left_out:  # a lane has no place for their numbers
@@ -303,3 +306,23 @@ class Poller:
                 observer.error(code)
             finally:
                 watch.ended(code)
+
+
+def _run(now: Any, batches: Sequence[tuple[Call, Batch]]) -> list[torch.Tensor] | None:
+    """Computes the batches in one step. Returns None when that cannot be at once.
+
+    A call alone runs the step that was written down for its kind, as long as that is of use.
+    """
+    if len(batches) > 1:
+        step = now.ready([batch for _, batch in batches])
+        return None if step is None else now.run(step)
+    ((call, batch),) = batches
+    kept = call.lane.slots[call.slot].ready
+    if (step := kept.get(call.kind)) is None:
+        step = now.ready([batch])
+        if step is not None and step.again:
+            kept[call.kind] = step
+    results = None if step is None else now.run(step)
+    if results is None:  # the ranks have work, or have changed
+        kept.pop(call.kind, None)
+    return results

@@ -126,6 +126,29 @@ async def test_the_bits_of_grpc_and_no_queue_while_the_ranks_are_idle(service):
     assert engine.status().queue_tokens == 0
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["rows in place", "no room in the ranks' memory"])
+async def test_calls_of_a_kind_have_the_rows_and_the_routing_of_each(service, monkeypatch, in_place):
+    """The step of a kind is written down once. What differs from call to call must not be."""
+    engine, server = service
+    if not in_place:
+        monkeypatch.setattr(type(engine.now), "memory", lambda self, nbytes: None)
+    written = []
+    real = type(engine.now).ready
+    monkeypatch.setattr(type(engine.now), "ready", lambda self, batches: written.append(1) or real(self, batches))
+
+    def calls():
+        with Client(server.address) as client, client.open_lane(5) as lane:
+            for seed in range(6):
+                x = tokens(5, seed)
+                ids = torch.randint(0, 8, (5, 2), generator=torch.Generator().manual_seed(seed)).int()
+                weights = torch.rand((5, 2), generator=torch.Generator().manual_seed(seed))
+                assert torch.equal(lane.forward(LAYER, x), client.forward(LAYER, x))
+                assert torch.equal(lane.forward(LAYER, x, ids, weights), client.forward(LAYER, x, ids, weights))
+
+    await asyncio.wait_for(asyncio.to_thread(calls), LIMIT_S)
+    assert len(written) == (2 if in_place else 12)
+
+
 async def test_lanes_and_messages_share_the_ranks(service, reference):
     engine, server = service
     clients = Clients(server.address, reference, lanes=3, messages=2)

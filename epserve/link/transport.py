@@ -61,7 +61,7 @@ class Rung:
 class _Pending:
     """A step without an answer. `held`: memory that the rank reads. `shared`: some of its memory lies in the arena.
 
-    `future`: None for a step by words that nobody in the loop waits for.
+    `future`: None for a step by words, until a task of the loop waits for it.
     """
 
     out: torch.Tensor

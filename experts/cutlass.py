@@ -30,7 +30,6 @@ class CutlassExperts(LibraryGemmExperts):
         hidden_multiple_of=16,  # torch's condition: row strides of 16 bytes
         intermediate_multiple_of=16,
         cuda_graph=True,
-        min_compute_capability=90,
     )
 
     @classmethod

@@ -35,7 +35,6 @@ class DeepGemmExperts(LibraryGemmExperts):
         bias=False,
         block_aligned=True,
         cuda_graph=True,
-        min_compute_capability=90,
     )
     align = 128
     fills_out = True

@@ -23,7 +23,6 @@ from epserve.modular_kernel import (
 )
 
 NAME = "flashinfer_cutlass"
-BLOCK_SCALES_ON = (9, 0)  # the one compute capability that the library has DeepSeek's block scales for
 
 
 class FlashInferCutlassExperts(FusedMoEExpertsModular):
@@ -43,7 +42,6 @@ class FlashInferCutlassExperts(FusedMoEExpertsModular):
         hidden_multiple_of=16,
         intermediate_multiple_of=16,
         block_aligned=True,
-        min_compute_capability=90,
     )
 
     def __init__(self, spec):

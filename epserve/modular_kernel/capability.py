@@ -77,7 +77,6 @@ class ExpertsCapability:
     supports_expert_map: bool = True
     """The class skips slots whose expert is not on this rank (id -1). Standard format over several ranks needs that."""
     cuda_graph: bool = False
-    min_compute_capability: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

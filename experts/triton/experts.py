@@ -55,7 +55,6 @@ CAPABILITY = ExpertsCapability(
     intermediate_multiple_of=16,
     block_aligned=True,
     cuda_graph=True,
-    min_compute_capability=80,
 )
 
 

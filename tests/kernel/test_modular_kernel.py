@@ -229,6 +229,28 @@ def test_each_limit_is_a_reason_of_its_own(pf, ex, spec, reason):
     assert why_not(*changed) == (reason,)
 
 
+@pytest.mark.parametrize(
+    ("device", "far", "order", "timed"),
+    [
+        ("cpu", False, "first second late far", "second late"),
+        ("cpu", True, "first far second late", "second late"),
+        ("cuda", False, "first late far second", "first"),
+        ("cuda", True, "first late far second", "first"),
+    ],
+)
+def test_a_row_says_when_auto_tries_its_backend_and_where_it_is_timed(device, far, order, timed):
+    registry: Registry = Registry("experts backend")
+    registry.register("late", "", lambda: object, timed=("cpu",))
+    registry.register("first", "", lambda: object, early=("cpu", "cuda"), timed=("cuda",))
+    registry.register("far", "", lambda: object, early_far=("cpu",))
+    registry.register("second", "", lambda: object, early=("cpu",), timed=("cpu",))
+    registry.register(
+        "missing", "", lambda: object, early=("cpu", "cuda"), timed=("cpu", "cuda"), needs="no_such_package"
+    )
+    assert registry.in_order(device, far=far) == tuple(order.split())
+    assert registry.timed(device) == tuple(timed.split())
+
+
 def test_registry_names_what_is_known_and_what_was_meant():
     registry: Registry = Registry("experts backend")
     registry.register("loop", "a loop", lambda: int)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epserve import all2all, experts
@@ -22,49 +21,6 @@ from epserve.modular_kernel import (
 from epserve.modular_kernel.measured.selection import Measuring
 
 from .topology import Topology
-
-# Order of trial when the configuration says "auto". Other backends come last, in registration order.
-PREFER_ALL2ALL = {
-    "cpu": ("local", "all_to_all", "allgather_reducescatter"),
-    "cuda": ("local", "nvlink", "all_to_all", "allgather_reducescatter"),
-}
-PREFER_ALL2ALL_FAR = {
-    "cpu": ("local", "all_to_all_by_host", "all_to_all", "allgather_reducescatter"),
-    "cuda": (
-        "local",
-        "nvlink",
-        "deepep_v2",
-        "deepep_ht",
-        "all_to_all_by_host",
-        "all_to_all",
-        "allgather_reducescatter",
-    ),
-}
-"""The order for ranks in several NVLink domains, or on several hosts without GPUs.
-
-The first ones are passed over there, with their reasons in the log."""
-MEASURED = {
-    "cpu": ("local", "all_to_all", "allgather_reducescatter", "all_to_all_by_host"),
-    "cuda": (
-        "local",
-        "nvlink",
-        "all_to_all",
-        "allgather_reducescatter",
-        "deepep_ht",
-        "deepep_ll",
-        "deepep_v2",
-        "all_to_all_by_host",
-    ),
-}
-"""Candidates when the configuration says "measured" and names none. The first one serves until times are known."""
-PREFER_EXPERTS = {"cpu": ("vllm_cpu", "grouped_mm"), "cuda": ("triton", "grouped_mm", "triton_batched")}
-RIVALS = {
-    ("cpu", FusedMoEActivationFormat.Standard): ("vllm_cpu", "grouped_mm", "loop"),
-    ("cpu", FusedMoEActivationFormat.BatchedExperts): ("batched_loop", "batched_mm"),
-    ("cuda", FusedMoEActivationFormat.Standard): ("triton", "cutlass", "deepgemm"),
-    ("cuda", FusedMoEActivationFormat.BatchedExperts): ("triton_batched",),  # batched_mm would reserve far more memory
-}
-"""Experts backends that ranks time against each other when the configuration says "auto", in order of preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +84,7 @@ def choose_backends(
     """
     passed = []
     far = topology is not None and max(topology.num_hosts if spec.device == "cpu" else 1, topology.num_domains) > 1
-    preferred = (PREFER_ALL2ALL_FAR if far else PREFER_ALL2ALL)[spec.device]
-    for outer in _order(all2all.REGISTRY, all2all_name, preferred):
+    for outer in _order(all2all.REGISTRY, all2all_name, spec.device, far):
         manager = all2all.REGISTRY.get(outer)
         record = manager.prepare_finalize.capability
         missing = topology.why_not(outer, record) if topology is not None else None
@@ -146,7 +101,7 @@ def choose_backends(
         if most is not None and spec.layout.num_ranks > most:  # before any experts class is imported
             passed.append(f"{outer}: {spec.layout.num_ranks} ranks, at most {most}")
             continue
-        for inner in _order(experts.REGISTRY, experts_name, PREFER_EXPERTS[spec.device]):
+        for inner in _order(experts.REGISTRY, experts_name, spec.device):
             backend = experts.REGISTRY.get(inner)
             missing = _missing("experts", inner, backend, here, topology)
             reasons = (missing,) if missing else why_not(manager.prepare_finalize.capability, backend.capability, spec)
@@ -172,22 +127,17 @@ def activation_format(chosen: Chosen) -> FusedMoEActivationFormat:
 
 def names_asked(engine: EngineConfig, device: str) -> dict[str, tuple[str, ...]]:
     """Returns the backends of each kind that come into question, so that each rank is asked whether it can run them."""
-    asked = [engine.all2all]
+    managers, classes = all2all.REGISTRY, experts.REGISTRY
+    asked: tuple[str, ...] = (engine.all2all,)
     if engine.all2all == "auto":
-        asked = [*PREFER_ALL2ALL_FAR[device], *PREFER_ALL2ALL[device]]
+        asked = managers.early(device, far=True) + managers.early(device)
     elif engine.all2all == "measured":
-        asked = list(engine.all2all_candidates or MEASURED[device])
-    named = [engine.experts]
+        asked = engine.all2all_candidates or managers.timed(device)
+    named: tuple[str, ...] = (engine.experts,)
     if engine.experts == "auto":
-        named = [
-            *PREFER_EXPERTS[device],
-            *(name for (on, _), names in RIVALS.items() if on == device for name in names),
-        ]
-    known = {"all2all": all2all.REGISTRY.names(), "experts": experts.REGISTRY.names()}
-    return {
-        kind: tuple(name for name in dict.fromkeys(names) if name in known[kind])
-        for kind, names in (("all2all", asked), ("experts", named))
-    }
+        named = classes.early(device) + classes.timed(device)
+    kinds = (("all2all", managers, asked), ("experts", classes, named))
+    return {kind: tuple(name for name in dict.fromkeys(of) if name in registry.names()) for kind, registry, of in kinds}
 
 
 def _missing(kind: str, name: str, backend, here: bool, topology: Topology | None) -> str | None:
@@ -200,11 +150,10 @@ def _missing(kind: str, name: str, backend, here: bool, topology: Topology | Non
 def _rivals(spec: LayerSpec, all2all_name: str, chosen: str, topology: Topology | None) -> tuple[str, ...]:
     """Returns the experts backends that fit and run here beside the chosen one."""
     record = all2all.REGISTRY.get(all2all_name).prepare_finalize.capability
-    names = RIVALS[spec.device, record.activation_format]
+    names = experts.REGISTRY.timed(spec.device)
     if chosen not in names:
         return ()
-    known = [name for name in names if name != chosen and name in experts.REGISTRY.names()]
-    backends = {name: experts.REGISTRY.get(name) for name in known}
+    backends = {name: experts.REGISTRY.get(name) for name in names if name != chosen}
     return tuple(name for name, backend in backends.items()
                  if not _missing("experts", name, backend, True, topology)
                  and not why_not(record, backend.capability, spec))  # fmt: skip
@@ -216,12 +165,8 @@ def _slot_reasons(backend: FusedMoEExpertsModular) -> tuple[str, ...]:
     return ()
 
 
-def _order(registry: Registry, name: str, preferred: Iterable[str]) -> list[str]:
-    if name != "auto":
-        return [registry.entry(name).name]
-    known = registry.names()
-    first = [each for each in preferred if each in known]
-    return first + [each for each in known if each not in first]
+def _order(registry: Registry, name: str, device: str, far: bool = False) -> tuple[str, ...]:
+    return registry.in_order(device, far=far) if name == "auto" else (registry.entry(name).name,)
 
 
 def describe(spec: LayerSpec) -> str:

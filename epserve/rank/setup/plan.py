@@ -31,7 +31,7 @@ from epserve.modular_kernel.workspace import WorkspaceShapes
 from epserve.process import ranges
 from epserve.rank.placement import Placement
 
-from .backends import MEASURED, Chosen, activation_format, choose_backends, describe
+from .backends import Chosen, activation_format, choose_backends, describe
 from .groups import LayerGroup, PathPlan, choose_group, kinds_of
 from .topology import Topology
 
@@ -154,7 +154,7 @@ def choose_paths(
     named = bool(engine.all2all_candidates)
     passed: list[str] = []
     found: list[PathPlan] = []
-    for name in engine.all2all_candidates or MEASURED[spec.device]:
+    for name in engine.all2all_candidates or all2all.REGISTRY.timed(spec.device):
         if not named and _idle(name, spec, topology):
             continue
         try:

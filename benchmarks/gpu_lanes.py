@@ -160,9 +160,9 @@ def lane_in_process(lanes: RankLanes, worker: Worker) -> Iterator[GpuLane]:
         parts = {part: layout.part(0, part)[0] for part in ("x", "y", "ids", "weights")}
         asked = {
             "socket": name, "key": bytes(32).hex(), "size": layout.shared, "slots": 1, "layers": [LAYER],
-            "most": layout.cap, "slot": {**parts, "bytes": layout.slot_bytes},
+            "most": layout.cap, "slot": {**parts, "bytes": layout.slot_bytes, "routing_bytes": layout.routing_bytes},
         }  # fmt: skip
-        lanes.open(1, rows.memory.piece(0, layout.total)[1], asked)
+        lanes.open(1, rows.memory.piece(0, layout.gpu_bytes)[1], asked)
         reply = pb.OpenLaneReply(
             lane="in-process", socket=name, key=bytes(32), byte_size=layout.shared, slots=1, max_tokens=layout.cap,
             dtype=dtype, hidden=info.hidden, top_k=info.top_k, layers=[LAYER], timeout_ms=20_000,
@@ -184,6 +184,7 @@ def client(address: str, args) -> dict[str, Any]:
         service.open_lane(max(TOKENS), device=GPU) as lane,
         service.register_cuda_region(64 << 20, device=GPU) as region,
     ):
+        assert not lane.queued, "the rank's own thread does not serve the lane; the service's log says why"
         assert lane.max_tokens == max(TOKENS)
         for tokens in TOKENS:
             x = region.empty((tokens, lane.hidden), lane.dtype)

@@ -245,8 +245,8 @@ class ServerConfig(_Section):
     lanes: Annotated[int, Field(ge=0, le=1024)] = 256
     """Most lanes that clients on this host may have open at once (calls through shared memory, without messages). 0: none."""
     gpu_lanes: bool = False
-    """Let clients on this host open lanes whose rows lie on the GPU of a rank. It needs one rank, and a C compiler on its host.
-    Experimental: it has run with made-up GPUs only, and on no real one yet."""
+    """Let clients on this host open lanes whose rows lie on the GPU of a rank. Experimental: it has run with made-up GPUs only,
+    and on no real one yet. It is quick with one rank, CUDA graphs, and a C compiler on the rank's host."""
     gpu_lane_hot_ms: Annotated[float, Field(ge=0, le=1000)] = 5.0
     """How long the rank's thread for lanes on the GPU looks for calls without a pause after each call. It takes one core
     meanwhile."""

@@ -89,7 +89,7 @@ class Scheduler:
         self._config, self._ranks, self._wait, self._serve_without = config, ranks, wait_for_ranks, serve_without
         self._queue = StepQueue()
         self._open: dict[Item, None] = {}  # accepted requests that have no answer yet, in the order of arrival
-        self._queued: Counter[int] = Counter()  # tokens of those, per layer
+        self.queued: Counter[int] = Counter()  # tokens of those, per layer
         self._wake = asyncio.Event()
         self._running: set[asyncio.Task] = set()
         self._joined_last = 1
@@ -109,13 +109,13 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Returns the tokens of accepted requests that have no answer yet."""
-        return sum(self._queued.values())
+        return sum(self.queued.values())
 
     async def submit(self, batch: Batch) -> Answer:
         """Runs one request. Raises Overloaded, TooLarge, DeadlineExceeded, RankFailed, NotReady."""
         self._admit(batch)
         item = Item(batch=batch, future=asyncio.get_running_loop().create_future())
-        self._queued[batch.layer] += batch.num_tokens
+        self.queued[batch.layer] += batch.num_tokens
         self._open[item] = None
         self._queue.add(item)
         self._wake.set()
@@ -130,7 +130,7 @@ class Scheduler:
     def _settle(self, item: Item) -> None:
         if item in self._open:
             del self._open[item]
-            self._queued[item.batch.layer] -= item.batch.num_tokens
+            self.queued[item.batch.layer] -= item.batch.num_tokens
 
     def begin_alone(self) -> int | None:
         """The number of a step that another thread runs now, until `end_alone`; None: a step runs or waits here. Any thread
@@ -191,7 +191,7 @@ class Scheduler:
             raise NotReady(stuck)
         if not self._wait and self._ranks.experts_missing:
             raise RankFailed(MISSING)
-        queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
+        queued, limit = self.queued[batch.layer], self._config.max_queued_tokens
         if batch.num_tokens > limit:
             text = f"{batch.num_tokens} tokens; scheduler.max_queued_tokens is {limit}: send fewer at once"
             raise TooLarge(text, field="hidden_states")
@@ -200,7 +200,7 @@ class Scheduler:
 
     def _make_room(self, batch: Batch, needed: int) -> None:
         """Pushes requests of the largest flows out of a full queue. Raises Overloaded if no flow holds more than the batch's."""
-        queued, limit = self._queued[batch.layer], self._config.max_queued_tokens
+        queued, limit = self.queued[batch.layer], self._config.max_queued_tokens
         delay = min(max(queued / self._tokens_per_s, 0.05), 5.0) if self._tokens_per_s else 0.5
         full = f"the limit of {limit} (scheduler.max_queued_tokens); try again in {delay:.2f} s"
         going = last_in((item for item in self._open if item.batch.layer == batch.layer), batch, needed)

@@ -34,7 +34,7 @@ class DeviceRegion:
         number: number of the region in steps.
         member: the rank that has it open, or None.
         lane: gives what the rank needs for the lane whose slots lie in the region. None: it holds none.
-        most: most tokens of one call of that lane.
+        most: most tokens of one call of that lane. 0: the rank serves none, and `why` has its reason.
         lost: the reason why no rank can open it again.
     """
 
@@ -46,6 +46,7 @@ class DeviceRegion:
     member: Member | None
     lane: Callable[[], dict[str, Any]] | None = None
     most: int = 0
+    why: str = ""
     lost: str = ""
 
 
@@ -99,9 +100,10 @@ class DeviceRegions:
             answer = await self._ask(member, {**asked, **_of_lane(lane), "open": number, "proof": proof.hex()})
             if "refused" not in answer:
                 uuid = member.facts.gpu_uuid if member.facts is not None else ""
+                most = answer.get("most", 0)
                 region = self._regions[number] = DeviceRegion(
-                    number=number, handle=handle, offset=offset, size=size, gpu_uuid=uuid, member=member, lane=lane,
-                    most=answer.get("most", 0),
+                    number=number, handle=handle, offset=offset, size=size, gpu_uuid=uuid, member=member,
+                    lane=lane if most else None, most=most, why=answer.get("why", ""),
                 )  # fmt: skip
                 return region
             refusals.append(answer["refused"])
@@ -142,8 +144,10 @@ class DeviceRegions:
                 answer = await self._ask(member, {**asked, **_of_lane(region.lane), "proof": ""})
                 if region.number not in self._regions:
                     self._tell_closed(member, region.number)  # it was unregistered meanwhile
-                elif "refused" in answer:
-                    region.lost = answer["refused"]["text"]
+                elif "refused" in answer or (region.lane is not None and not answer.get("most")):
+                    region.lost = answer["refused"]["text"] if "refused" in answer else answer.get("why", "")
+                    if "refused" not in answer:
+                        self._tell_closed(member, region.number)
                     log.warning("region %d of GPU %s: %s", region.number, region.gpu_uuid, region.lost)
                 else:
                     region.member = member

@@ -247,7 +247,7 @@ class OpenLaneRequest(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[_Union[Priority, str]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class OpenLaneReply(_message.Message):
-    __slots__ = ("lane", "socket", "key", "byte_size", "slots", "max_tokens", "dtype", "hidden", "top_k", "layers", "timeout_ms")
+    __slots__ = ("lane", "socket", "key", "byte_size", "slots", "max_tokens", "dtype", "hidden", "top_k", "layers", "timeout_ms", "queued")
     LANE_FIELD_NUMBER: _ClassVar[int]
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class OpenLaneReply(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     lane: str
     socket: str
     key: bytes
@@ -270,7 +271,8 @@ class OpenLaneReply(_message.Message):
     top_k: int
     layers: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
-    def __init__(self, lane: _Optional[str] = ..., socket: _Optional[str] = ..., key: _Optional[bytes] = ..., byte_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    queued: bool
+    def __init__(self, lane: _Optional[str] = ..., socket: _Optional[str] = ..., key: _Optional[bytes] = ..., byte_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., hidden: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., queued: _Optional[bool] = ...) -> None: ...
 
 class ListRegionsRequest(_message.Message):
     __slots__ = ()

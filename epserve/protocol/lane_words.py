@@ -6,7 +6,7 @@
     192 + 128 s       answer of slot s, by the service: number:32, status:32
     200 + 128 s       arrived:32, where the rows lie on a GPU: 0 by the client before a bell, 1 by the service afterwards
     4096 + 512 s      why the call of slot s failed: bytes:16, then a Failure message
-    8192 + ...        slot behind slot: rows, results, ids, weights
+    8192 + ...        slot behind slot: rows, results, ids, weights. Rows and results may lie on a GPU instead
 
 `docs/data-paths.md` describes the protocol.
 """
@@ -26,7 +26,7 @@ ARRIVED_AT = 8
 """Behind an answer: a word that a GPU's stream can wait for, since it does not count."""
 WHY_AT, WHY_BYTES = 4096, 512
 ROWS_AT = WHY_AT + MAX_SLOTS * WHY_BYTES
-ALIGNMENT = 256
+ALIGNMENT, PAGE = 256, 4096
 
 BLOCK, ROUTED = 0, 1
 MODES = {BLOCK: "block", ROUTED: "routed"}
@@ -68,7 +68,7 @@ def parts(word: int) -> tuple[int, int, int, int]:
 class Layout:
     """The memory of a lane: `slots` times `cap` rows of `hidden` values of `itemsize` bytes, and `top_k` ids and weights.
 
-    rows_at: where the rows begin. 0: they lie on a GPU, and the memory with the words holds none.
+    on_gpu: rows and results lie in memory of a GPU, from its start. Words, ids and weights are in the shared memory.
     """
 
     slots: int
@@ -76,34 +76,58 @@ class Layout:
     hidden: int
     top_k: int
     itemsize: int
-    rows_at: int = ROWS_AT
+    on_gpu: bool = False
 
     @cached_property
-    def _ends(self) -> dict[str, tuple[int, int]]:
-        """Returns the offset of each part in its slot, and its bytes."""
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        """Returns offset and bytes of the parts of a slot that lie where its rows do."""
         rows, routing = self.cap * self.hidden * self.itemsize, 4 * self.cap * self.top_k
-        found, end = {}, 0
-        for name, size in (("x", rows), ("y", rows), ("ids", routing), ("weights", routing)):
-            found[name] = end, size
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        found["end"] = end, 0
-        return found
+        sizes = {"x": rows, "y": rows}
+        return _placed(sizes if self.on_gpu else {**sizes, "ids": routing, "weights": routing})
+
+    @cached_property
+    def _routing(self) -> dict[str, tuple[int, int]]:
+        routing = 4 * self.cap * self.top_k
+        return _placed({"ids": routing, "weights": routing}) if self.on_gpu else self._rows
 
     @property
     def slot_bytes(self) -> int:
-        return self._ends["end"][0]
+        """Returns the bytes from one slot's rows to the next one's."""
+        return self._rows["end"][0]
 
     @property
-    def total(self) -> int:
-        """Returns the bytes up to the end of the rows."""
-        return self.rows_at + self.slots * self.slot_bytes
+    def routing_bytes(self) -> int:
+        """Returns the bytes from one slot's ids to the next one's."""
+        return self._routing["end"][0]
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Returns the bytes on a GPU."""
+        return self.slots * self.slot_bytes if self.on_gpu else 0
 
     @property
     def shared(self) -> int:
-        """Returns the bytes of the memory with the words."""
-        return self.total if self.rows_at else ROWS_AT
+        """Returns the bytes of the memory with the words. They are whole pages where a GPU reads them."""
+        end = ROWS_AT + self.slots * self.routing_bytes
+        return -(-end // PAGE) * PAGE if self.on_gpu else end
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.gpu_bytes
 
     def part(self, slot: int, name: str) -> tuple[int, int]:
-        """Returns offset and bytes of a slot's "x", "y", "ids" or "weights"."""
-        offset, size = self._ends[name]
-        return self.rows_at + slot * self.slot_bytes + offset, size
+        """Returns offset and bytes of a slot's "x", "y", "ids" or "weights", in the memory where they lie."""
+        if not self.on_gpu or name in self._routing:
+            offset, size = self._routing[name]
+            return ROWS_AT + slot * self.routing_bytes + offset, size
+        offset, size = self._rows[name]
+        return slot * self.slot_bytes + offset, size
+
+
+def _placed(sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Returns the offset of each part behind the ones before it, its bytes, and the "end" of all."""
+    found, end = {}, 0
+    for name, size in sizes.items():
+        found[name] = end, size
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return {**found, "end": (end, 0)}

@@ -120,7 +120,7 @@ class RankRegions:
     def told(self, header: dict[str, Any]) -> dict[str, Any]:
         """Serves {"open": number, handle, offset, size, proof} or {"close": number} of the engine. Returns the answer.
 
-        A region with a "lane" holds the slots of a lane, and opens and closes with it.
+        A region with a "lane" holds the slots of a lane, which opens and closes with it.
         """
         if "close" in header:
             self._close(header["close"])
@@ -128,14 +128,18 @@ class RankRegions:
         try:
             handle, proof = bytes.fromhex(header["handle"]), bytes.fromhex(header["proof"])
             region = self._regions[header["open"]] = self._open(handle, header["offset"], header["size"], proof)
-            if "lane" not in header:
-                return {}
+        except Refused as error:
+            return {"refused": {"text": str(error), "field": error.field}}
+        return self._lane(header["open"], region, header["lane"]) if "lane" in header else {}
+
+    def _lane(self, number: int, region: _Region, asked: dict[str, Any]) -> dict[str, Any]:
+        """Serves a lane in a region. Returns the most tokens of a call, or 0 and the reason why this rank does not serve it."""
+        try:
             if self._lanes is None:
                 raise Refused("this rank serves no lanes", "lane")
-            return {"most": self._lanes.open(header["open"], region.bytes, header["lane"])}
+            return {"most": self._lanes.open(number, region.bytes, asked)}
         except Refused as error:
-            self._close(header["open"])
-            return {"refused": {"text": str(error), "field": error.field}}
+            return {"most": 0, "why": str(error)}
 
     def _close(self, number: int) -> None:
         if (region := self._regions.pop(number, None)) is not None:

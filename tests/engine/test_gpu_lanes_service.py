@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,17 @@ from epserve.client.lanes import on_gpu, ways
 from epserve.client.session import connect
 from epserve.config import ServerConfig, parse_config
 from epserve.engine.engine import Engine
-from epserve.errors import DeadlineExceeded, InvalidRequest, NotFinite, NotReady, TooLarge, Unauthenticated
+from epserve.errors import (
+    DeadlineExceeded,
+    EpserveError,
+    InvalidRequest,
+    NotFinite,
+    NotReady,
+    Overloaded,
+    TooLarge,
+    Unauthenticated,
+)
+from epserve.joining.peers import Peers
 from epserve.models.demo import reference_block
 from epserve.pool import members
 from epserve.process import words
@@ -27,6 +38,7 @@ from epserve.protocol import lane_words as lw
 from epserve.server.server import Server
 from tests.support.checkpoints import LAYER, write
 from tests.support.fake_device_memory import tokens
+from tests.support.front_ends import joining, ordering
 from tests.support.gpu_driver import RankWithLanes, lanes_on_made_up_gpus, why_not
 from tests.support.ranks import cluster_section
 from tests.support.recovering import BACK_S, TOLERANCE, back, pids, spare, until
@@ -217,34 +229,37 @@ def _opened(address):
         pass
 
 
-async def test_a_client_with_limits_is_sent_another_way(service, tmp_path):
+async def test_a_client_with_limits_goes_through_the_queue_and_a_withdrawn_token_ends_its_lane(service, tmp_path):
     engine, _ = service
     tokens_file = tmp_path / "tokens"
-    tokens_file.write_text("secret-1 name=limited tokens_per_s=1000\nsecret-2 name=free\n")
+    tokens_file.write_text("secret-1 name=limited tokens_per_s=1000000\nsecret-2 name=free\n")
     server = Server(engine, ServerConfig(port=0, gpu_lanes=True, tokens_file=tokens_file))
     await server.start()
 
     def calls():
-        limited = Client(server.address, ONCE, token="secret-1")
-        with (
-            limited,
-            pytest.raises(InvalidRequest, match="client limited has limits"),
-            limited.open_lane(4, device=GPU),
-        ):
-            pass
-        with Client(server.address, ONCE, token="secret-2") as client, client.open_lane(4, device=GPU) as lane:
-            assert torch.equal(lane.forward(LAYER, tokens(2)), client.forward(LAYER, tokens(2)))
-            tokens_file.write_text("secret-1 name=limited tokens_per_s=1000\n")
+        x = tokens(2)
+        limited, free = Client(server.address, ONCE, token="secret-1"), Client(server.address, ONCE, token="secret-2")
+        with limited, free, limited.open_lane(4, device=GPU) as queued, free.open_lane(4, device=GPU) as lane:
+            assert (queued.queued, lane.queued) == (True, False)
+            expected = free.forward(LAYER, x)
+            assert torch.equal(lane.forward(LAYER, x), expected)
+            torch.testing.assert_close(queued.forward(LAYER, x), expected, **TOLERANCE)
+            tokens_file.write_text("secret-1 name=limited tokens_per_s=1\n")
             server.reload()
             ended = time.monotonic() + LIMIT_S
             while lane.usable and time.monotonic() < ended:
                 time.sleep(0.01)
-            assert lane.forward(LAYER, tokens(2)).isnan().all()
+            assert lane.forward(LAYER, x).isnan().all()
             with pytest.raises((NotReady, Unauthenticated)):
                 lane.check()
+            for _ in range(5):
+                queued.forward(LAYER, tokens(4))
+            with pytest.raises(Overloaded, match="tokens_per_s"):
+                queued.check()
+            return limited.status().lanes.waited
 
     try:
-        await in_thread(calls)
+        assert await in_thread(calls) >= 1
     finally:
         await server.stop()
 
@@ -333,6 +348,7 @@ async def test_calls_go_on_when_the_rank_dies_or_stands_still(service, reference
 CLIENT = """
 import sys, pytest
 from epserve.client import Client
+from tests.support.front_ends import joining, ordering
 from tests.support.gpu_driver import lanes_on_made_up_gpus
 patch = pytest.MonkeyPatch()
 with lanes_on_made_up_gpus(patch), Client(sys.argv[1]) as client, client.open_lane(16, device="cuda:0") as lane:
@@ -451,23 +467,113 @@ async def test_a_session_takes_the_lane_by_itself_and_another_one_after_its_end(
 
 
 @pytest.mark.slow
-async def test_more_ranks_end_the_lanes_and_say_why(service):
+async def test_more_ranks_end_the_lanes_and_the_next_ones_go_through_the_queue(service, reference):
     engine, server = service
     loop = asyncio.get_running_loop()
+    x, (ids, weights) = tokens(9), routing(9)
 
-    def calls():
+    def scale(ranks):
+        asyncio.run_coroutine_threadsafe(engine.scale(ranks), loop).result(LIMIT_S)
+
+    def before():
         with Client(server.address) as client, client.open_lane(4, device=GPU, call_timeout=CALL_S) as lane:
-            x = tokens(2)
-            expected = client.forward(LAYER, x)
-            asyncio.run_coroutine_threadsafe(engine.scale(2), loop).result(LIMIT_S)
-            y = lane.forward(LAYER, x)
+            scale(2)
+            y = lane.forward(LAYER, x[:2])
             with pytest.raises(NotReady, match="need one rank, there are 2"):
                 lane.check()
             assert y.isnan().all()
-            torch.testing.assert_close(client.forward(LAYER, x), expected, **TOLERANCE)
-            with pytest.raises(InvalidRequest, match="need one rank"), client.open_lane(4, device=GPU):
-                pass
+
+    def calls(client, lane):
+        """A lane on the GPU of either rank: the other one takes part with no rows."""
+        assert lane.queued and lane.max_tokens == 32
+        torch.testing.assert_close(lane.forward(LAYER, x), reference(x), **TOLERANCE)
+        given = client.forward(LAYER, x, ids, weights)
+        torch.testing.assert_close(lane.forward(LAYER, x, ids, weights), given, **TOLERANCE)
+        lane.check()
+        for bad, kind in (
+            ((torch.full_like(x, float("nan")),), InvalidRequest),
+            ((x * 1e30,), NotFinite),
+            ((x, ids + 100, weights), InvalidRequest),
+        ):
+            assert lane.forward(LAYER, *bad).isnan().all()
+            with pytest.raises(kind):
+                lane.check()
+        torch.testing.assert_close(lane.forward(LAYER, x), reference(x), **TOLERANCE)
+
+    def after(number):
+        with Client(server.address) as client, client.open_lane(32, device=f"cuda:{number}") as lane:
+            calls(client, lane)
+
+    await in_thread(before)
+    for number in (0, 1):
+        await in_thread(after, number)
+    await spare(engine)
+    clients = Clients(server.address, reference)
+    await clients.more()
+    recoveries = engine.status().recoveries
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    await until(lambda: engine.status().recoveries > recoveries, LIMIT_S, "recovery")
+    await back(engine)
+    await clients.more()
+    await clients.end()
+    assert len(engine.device_regions) == 0
+    await engine.scale(1)
+
+
+async def test_without_a_compiler_calls_go_through_the_queue(service, monkeypatch):
+    """A rank that cannot build its thread says so, and the service's own thread serves the lane."""
+    engine, server = service
+    real = type(engine.device_regions)._ask
+
+    async def refuses(self, member, asked):
+        answer = await real(self, member, {name: each for name, each in asked.items() if name != "lane"})
+        return {**answer, "most": 0, "why": "lanes on GPUs: no C compiler is here"} if "lane" in asked else answer
+
+    monkeypatch.setattr(type(engine.device_regions), "_ask", refuses)
+
+    def calls():
+        with Client(server.address) as client, client.open_lane(64, slots=2, device=GPU) as lane:
+            assert lane.queued
+            for count in (1, 16, 64):
+                x, (ids, weights) = tokens(count), routing(count)
+                torch.testing.assert_close(lane.forward(LAYER, x), client.forward(LAYER, x), **TOLERANCE)
+                lane.ids(1)[:count], lane.weights(1)[:count], lane.x(1)[:count] = ids, weights, x
+                y = lane.call(LAYER, count, slot=1, routed=True)
+                torch.testing.assert_close(y, client.forward(LAYER, x, ids, weights), **TOLERANCE)
+            lane.check()
+            assert client.status().lanes.on_gpu == 1
 
     await in_thread(calls)
-    with contextlib.suppress(NotReady):
-        await engine.scale(1)
+
+
+async def test_a_joined_front_end_sends_the_calls_on(service, reference):
+    """Its lanes go through the queue of the process with the ranks, and end with the connection to it."""
+    engine, _ = service
+    peers = [Peers(), Peers()]
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(ordering(engine, peers=peers[0]))
+        remote = await stack.enter_async_context(joining(port, peers=peers[1]))
+        server = Server(remote, ServerConfig(port=0, gpu_lanes=True), peers=peers[1])
+        await server.start()
+        stack.push_async_callback(server.stop)
+        cut = threading.Event()
+
+        def calls():
+            x, (ids, weights) = tokens(5), routing(5)
+            with Client(server.address) as client, client.open_lane(16, device=GPU, call_timeout=20) as lane:
+                assert lane.queued
+                torch.testing.assert_close(lane.forward(LAYER, x), reference(x), **TOLERANCE)
+                given = client.forward(LAYER, x, ids, weights)
+                torch.testing.assert_close(lane.forward(LAYER, x, ids, weights), given, **TOLERANCE)
+                lane.check()
+                remote._link._sock.shutdown(socket.SHUT_RDWR)
+                cut.set()
+                ended = time.monotonic() + LIMIT_S
+                while lane.usable and time.monotonic() < ended:
+                    assert lane.forward(LAYER, x).isnan().all() or lane.usable
+                    with contextlib.suppress(EpserveError):
+                        lane.check()
+                assert not lane.usable
+
+        await in_thread(calls)
+        await until(lambda: not len(engine.device_regions), LIMIT_S, "the rows are let go")

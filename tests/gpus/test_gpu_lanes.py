@@ -93,6 +93,7 @@ async def test_the_bits_of_grpc(service):
 
     def calls():
         with Client(server.address) as client, client.open_lane(CAP, slots=2, device=GPU) as lane:
+            assert not lane.queued, "the rank's own thread serves it; the service's log says why not"
             for layer in engine.info.layers:
                 for count in (1, 2, 16, 17, CAP):
                     x, (ids, weights) = tokens(count), routing(count)
@@ -391,6 +392,30 @@ async def test_a_session_takes_the_lane_by_itself(service):
             assert isinstance(way._lane, on_gpu.GpuLane) and way._lane._slots[0].header
 
     await in_thread(calls)
+
+
+async def test_calls_of_a_client_with_limits_go_through_the_queue(service, tmp_path):
+    engine, _ = service
+    tokens_file = tmp_path / "tokens"
+    tokens_file.write_text("secret name=limited tokens_per_s=1000000\n")
+    server = Server(engine, ServerConfig(port=0, gpu_lanes=True, tokens_file=tokens_file))
+    await server.start()
+
+    def calls():
+        with Client(server.address, token="secret") as client, client.open_lane(200, device=GPU) as lane:
+            assert lane.queued and lane.max_tokens == 200
+            for count in (1, 16, 200):
+                x, given = tokens(count), routing(count)
+                for layer in engine.info.layers:
+                    close(lane.forward(layer, x), client.forward(layer, x))
+                    close(lane.forward(layer, x, *given), client.forward(layer, x, *given))
+            lane.check()
+            assert lane.forward(engine.info.layers[0], x * float("nan")).isnan().all()
+            with pytest.raises(InvalidRequest):
+                lane.check()
+
+    await in_thread(calls)
+    await server.stop()
 
 
 def free_bytes() -> int:

@@ -69,19 +69,20 @@ class Client:
     """Words and rows of one lane, and the socket that hands the words out."""
 
     def __init__(self, lanes: RankLanes, number: int = 1, *, slots: int = 2, layers=LAYERS, cap: int = CAP):
-        self.layout = lw.Layout(slots=slots, cap=cap, hidden=HIDDEN, top_k=TOP_K, itemsize=4)
-        self.memory = words.sealed_memory("lane", lw.ROWS_AT)
-        self.map = mmap.mmap(self.memory, lw.ROWS_AT)
+        self.layout = lw.Layout(slots=slots, cap=cap, hidden=HIDDEN, top_k=TOP_K, itemsize=4, on_gpu=True)
+        self.memory = words.sealed_memory("lane", self.layout.shared)
+        self.map = mmap.mmap(self.memory, self.layout.shared)
         self.words = words.Words(self.map)
-        self.rows = torch.zeros(slots * self.layout.slot_bytes, dtype=torch.uint8)
+        self.rows = torch.zeros(self.layout.gpu_bytes, dtype=torch.uint8)
         self.numbers = [0] * slots
         self.lanes, self.number, self.layers = lanes, number, layers
 
     def asked(self, name: str, key: bytes):
-        at = {part: self.layout.part(0, part)[0] - lw.ROWS_AT for part in ("x", "y", "ids", "weights")}
+        parts = {part: self.layout.part(0, part)[0] for part in ("x", "y", "ids", "weights")}
         return {
-            "socket": name, "key": key.hex(), "size": lw.ROWS_AT, "slots": self.layout.slots, "layers": list(self.layers),
-            "most": self.layout.cap, "slot": {**at, "bytes": self.layout.slot_bytes},
+            "socket": name, "key": key.hex(), "size": self.layout.shared, "slots": self.layout.slots,
+            "layers": list(self.layers), "most": self.layout.cap,
+            "slot": {**parts, "bytes": self.layout.slot_bytes, "routing_bytes": self.layout.routing_bytes},
         }  # fmt: skip
 
     def open(self) -> int:
@@ -90,8 +91,9 @@ class Client:
 
     def part(self, name: str, slot: int, dtype: torch.dtype) -> torch.Tensor:
         offset, size = self.layout.part(slot, name)
-        rows = self.rows[offset - lw.ROWS_AT : offset - lw.ROWS_AT + size].view(dtype)
-        return rows.view(self.layout.cap, -1)
+        if name in ("ids", "weights"):
+            return torch.frombuffer(self.map, dtype=dtype, count=size // 4, offset=offset).view(self.layout.cap, -1)
+        return self.rows[offset : offset + size].view(dtype).view(self.layout.cap, -1)
 
     def ring(self, slot: int, *, layer: int, tokens: int, mode: int = lw.BLOCK, number: int | None = None) -> None:
         self.words._halves[(lw.answer_at(slot) + lw.ARRIVED_AT) >> 2] = 0
@@ -389,3 +391,71 @@ def test_the_thread_naps_while_no_bell_rings(lanes):
     time.sleep(0.5)
     share = (time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID) - cpu) / (time.monotonic() - start)
     assert share < 0.1, (share, before)
+
+
+@pytest.mark.slow
+def test_eight_lanes_with_random_calls_stalls_and_endings(lanes, driver):
+    """Every answer is right and every call is answered, while lanes close and open, graphs change and the engine steps."""
+    worker = Worker()
+    lanes.ready(worker)
+    stop, errors, answered = threading.Event(), [], [0] * 8
+
+    def watched(function, *arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    def client(number):
+        rng = random.Random(number)
+        torch.manual_seed(number)
+        while not stop.is_set():
+            mine = Client(lanes, number, slots=rng.randint(1, 4))
+            with changing:
+                mine.open()
+            for _ in range(rng.randint(1, 60)):
+                rung = []
+                for slot in range(mine.layout.slots):
+                    tokens, layer, routed = rng.randint(1, CAP), rng.choice(LAYERS), rng.random() < 0.5
+                    x, ids = torch.randn(tokens, HIDDEN), torch.randint(-1, EXPERTS, (tokens, TOP_K)).int()
+                    mine.part("x", slot, torch.float32)[:tokens] = x
+                    if routed:
+                        mine.part("ids", slot, torch.int32)[:tokens] = ids
+                        mine.part("weights", slot, torch.float32)[:tokens] = 0.5
+                    mine.ring(slot, layer=layer, tokens=tokens, mode=lw.ROUTED if routed else lw.BLOCK)
+                    rung.append((slot, tokens, expected(layer, x, ids if routed else None)))
+                for slot, tokens, y in rung:
+                    assert mine.status(slot) == lw.OK
+                    assert torch.equal(mine.part("y", slot, torch.float32)[:tokens], y)
+                    answered[number] += 1
+            if rng.random() < 0.5:  # it ends with a call under way
+                mine.ring(0, layer=1, tokens=1)
+            with changing:
+                lanes.close(number)
+
+    def changes():
+        rng, version = random.Random(99), 0
+        while not stop.is_set():
+            time.sleep(0.01)
+            driver.made_up_stall(rng.choice((0, 0, 500, 2000)))
+            with changing:
+                version += 1
+                lanes.pause()
+                lanes.ready(Worker(version=version))
+            x = torch.randn(3, HIDDEN)
+            with changing, lanes.turn():
+                y = lanes._worker.graphs.replay((7, version, "block"), 4, x)
+            assert torch.equal(y, expected(7, x))
+
+    changing = threading.Lock()  # as the rank's step thread has them one by one
+    threads = [threading.Thread(target=watched, args=(client, number)) for number in range(8)]
+    threads.append(threading.Thread(target=watched, args=(changes,)))
+    for thread in threads:
+        thread.start()
+    stop.wait(15)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert min(answered) > 0 and lanes.error == ""

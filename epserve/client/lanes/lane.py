@@ -75,6 +75,7 @@ class Lane:
             os.close(self._bell)
             raise NotReady(f"lane: {error}") from None
         self._words = words.Words(self._map)
+        self._mapped()
         self._slots = [_Slot() for _ in range(self.slots)]
         self._free, self._given = set(range(self.slots)), threading.Condition()
         self._ended = ""
@@ -338,10 +339,13 @@ class Lane:
             name, (self.dtype, self.hidden)
         )
         offset, size = self._layout.part(slot, name)
-        return self._memory(offset, size).view(dtype)[: self.max_tokens * width].view(self.max_tokens, width)
+        return self._memory(name, offset, size).view(dtype)[: self.max_tokens * width].view(self.max_tokens, width)
 
-    def _memory(self, offset: int, size: int) -> Any:
-        """Returns the bytes of rows as a uint8 tensor."""
+    def _mapped(self) -> None:
+        """Is called when the memory with the words is there, before any tensor is made."""
+
+    def _memory(self, name: str, offset: int, size: int) -> Any:
+        """Returns the bytes of a part as a uint8 tensor."""
         import torch
 
         return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=offset)

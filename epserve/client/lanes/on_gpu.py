@@ -92,9 +92,9 @@ class Rows:
 
         dtype = getattr(torch, wire.DTYPE_NAMES[model.dtype])
         self.layout = lw.Layout(
-            slots=slots, cap=max_tokens, hidden=model.hidden, top_k=model.top_k, itemsize=dtype.itemsize, rows_at=0
+            slots=slots, cap=max_tokens, hidden=model.hidden, top_k=model.top_k, itemsize=dtype.itemsize, on_gpu=True
         )
-        self.memory = cuda_region.GpuMemory(self.layout.total, device)
+        self.memory = cuda_region.GpuMemory(self.layout.gpu_bytes, device)
         self.proof = secrets.token_bytes(cuda_region.PROOF_BYTES)
         _, start = self.memory.piece(0, cuda_region.PROOF_BYTES)
         start.copy_(torch.tensor(list(self.proof), dtype=torch.uint8))
@@ -122,9 +122,10 @@ class GpuLane(Lane):
         self._rows = rows
         self._streams = self.streams(rows.memory.device)
         self.device = rows.memory.device
-        super().__init__(reply, retry)
+        self.queued = reply.queued
+        """Whether the calls go through the service's queue, and not to a thread of the rank."""
         with self._streams.here():
-            self._share()
+            super().__init__(reply, retry)
         self._slot_of: dict[int, int] = {}
         self._queueing = threading.Lock()
         self._status = 0
@@ -133,17 +134,18 @@ class GpuLane(Lane):
         self._watchdog = threading.Thread(target=self._watch, name="lane-watchdog", daemon=True)
         self._watchdog.start()
 
-    def _share(self) -> None:
-        """Gives the GPU the words of the lane, and memory for its errors."""
+    def _mapped(self) -> None:
+        """Gives the GPU the memory of the words, and memory for errors."""
         import torch
 
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         try:
-            self._there = cuda_memory.register_host(self._host, lw.ROWS_AT)
+            self._there = cuda_memory.register_host(self._host, self._layout.shared)
         except cuda_memory.DriverError as error:
             raise InvalidRequest(f"device: the GPU cannot reach the lane's words: {error}", field="device") from None
-        words = self._streams.tensor(self._there, lw.ROWS_AT)
-        self._bells, self._statuses = words.view(torch.int64), words.view(torch.int32)
+        self._shared = self._streams.tensor(self._there, self._layout.shared)
+        self._bells, self._statuses = self._shared.view(torch.int64), self._shared.view(torch.int32)
+        self._last = torch.zeros(self.slots, dtype=torch.int32, device=self.device)
         self._numbers = torch.zeros(self.slots, dtype=torch.int64, device=self.device)  # in the upper halves
         # The statuses since the last check, in memory where this process can look at any time.
         self._own = mmap.mmap(-1, mmap.PAGESIZE)
@@ -177,13 +179,10 @@ class GpuLane(Lane):
         """Raises the error of the calls since the last `check`, and forgets it. It waits for the current stream first."""
         if wait:
             self._streams.synchronize()
-        status = 0
         for slot, value in enumerate(self._seen.tolist()):
             if value:
                 self._seen[slot] = 0
-                status |= value
-        if status:
-            self._errors.append(self._error_of(status))
+                self._errors.append(self._error_of(slot, value))
         super().check()
 
     def takes(self, layer: int, hidden: Any) -> bool:
@@ -242,7 +241,7 @@ class GpuLane(Lane):
         import torch
 
         held = self._slots[slot]
-        self._tensors["y", slot][: held.header & lw.MAX_TOKENS].fill_(float("nan"))
+        rows = self._tensors["y", slot][: held.header & lw.MAX_TOKENS].fill_(float("nan"))
         if self._ended:
             self._seen[slot] |= self._status or lw.CLOSED
             return
@@ -253,7 +252,10 @@ class GpuLane(Lane):
         torch.add(number, held.header, out=self._bells[at : at + 1])
         cuda_memory.wait_for_word(stream, self._there + arrived, 1)
         at, kept = lw.answer_at(slot) >> 2, self._kept[slot : slot + 1]
-        torch.bitwise_or(kept, self._statuses[at : at + 1], out=kept)
+        status = self._statuses[at : at + 1]
+        torch.bitwise_or(kept, status, out=kept)
+        if self.queued:
+            rows.masked_fill_(self._last[slot : slot + 1].copy_(status) != 0, float("nan"))
 
     def _put_routing(self, slot: int, tokens: int, ids: Any, weights: Any) -> None:
         width = ids.shape[1]
@@ -272,14 +274,12 @@ class GpuLane(Lane):
             self._slot_of[stream] = len(self._slot_of)
         return self._slot_of[stream]
 
-    def _error_of(self, status: int) -> EpserveError:
-        if status & (lw.ENDED | lw.RANK_LOST | lw.TIMED_OUT | lw.OVERLOADED | lw.FAILED):
-            for slot in range(self.slots):
-                error = self._why(slot, status)
-                if not isinstance(error, InternalError):
-                    return error
-            kind = DeadlineExceeded if status & lw.TIMED_OUT else NotReady
-            return kind(self._ended or f"lane: calls have failed with status {status}")
+    def _error_of(self, slot: int, status: int) -> EpserveError:
+        if self.queued or status & ~(lw.BAD_HEADER | lw.BAD_IDS | lw.NOT_FINITE):
+            if self._status == lw.TIMED_OUT:  # the watchdog's own
+                return DeadlineExceeded(self._ended)
+            error = self._why(slot, status)
+            return error if str(error) else NotReady(self._ended or f"lane: calls have failed with status {status}")
         if status & lw.BAD_IDS:
             return InvalidRequest("topk_ids: an id of a call is outside the layer's experts", field="topk_ids")
         if status & lw.NOT_FINITE:
@@ -330,5 +330,7 @@ class GpuLane(Lane):
             raise InternalError(f"lane: the service gives other sizes than its model has: {reply}")
         return layout
 
-    def _memory(self, offset: int, size: int) -> Any:
+    def _memory(self, name: str, offset: int, size: int) -> Any:
+        if name in ("ids", "weights"):
+            return self._shared[offset : offset + size]
         return self._rows.memory.piece(offset, size)[1]

@@ -22,13 +22,13 @@ from epserve.rank.device_memory import Refused
 from epserve.rank.placement import Placement
 
 from .batches import MODES, LaneBatch
-from .native import Counts, Limits, Loop, NoCompiler, Place
+from .native import SIZES, Counts, Limits, Loop, NoCompiler, Place, check
 
 log = logging.getLogger(__name__)
 
 ANSWER_AT, PER_SLOT = 192, 128  # protocol/lane_words.py
 NEED_ONE_RANK = "lanes on GPUs need one rank, there are {}; use a region on the GPU"
-NUM_BATCHES = 64
+NUM_BATCHES = 256
 DRAINED_S = 5.0
 """Longest wait for steps that were launched, before groups are left or memory goes."""
 
@@ -80,7 +80,7 @@ class Words:
 
     def __init__(self, memory: int, size: int):
         self._map = words.map_sealed(memory, size)
-        self.host = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.host = _address(self._map)
         self.device = cuda_memory.register_host(self.host, size)
 
     def answered(self, slots: int) -> list[int]:
@@ -110,6 +110,8 @@ class RankLanes:
         self._worker: Steps | None = None
         self._open: dict[int, _Open] = {}
         self._batches: dict[int, tuple[LaneBatch, int]] = {}
+        self._left: list[Words] = []
+        """Words of lanes that have ended before their last step. They stay for as long as the process."""
         self._seen = 0
         self._limits: Limits | None = None
 
@@ -175,8 +177,8 @@ class RankLanes:
     def open(self, number: int, rows: torch.Tensor, asked: dict[str, Any]) -> int:
         """Serves a lane whose slots lie in `rows`. Returns the most tokens of one call. Raises Refused.
 
-        asked: the front end's "socket" and "key" for the words, "size" of the words, "slots", "layers", "most", and "slot", the
-            offsets of x, y, ids and weights in a slot, and its bytes.
+        asked: the front end's "socket" and "key" for the words, "size" of their memory, "slots", "layers", "most", and "slot",
+            where x, y, ids and weights lie (`Place`).
         """
         loop, worker = self._running()
         most = min(self._most(loop, worker, asked["layers"]), asked["most"])
@@ -193,7 +195,7 @@ class RankLanes:
             raise Refused(f"the lane's words cannot be shared with the GPU: {error}", "cuda") from None
         place = Place(
             page=page.host, page_device=page.device, rows=rows.data_ptr(), slot_bytes=slot["bytes"], x=slot["x"], y=slot["y"],
-            ids=slot["ids"], weights=slot["weights"], slots=asked["slots"], most=most,
+            routing_bytes=slot["routing_bytes"], ids=slot["ids"], weights=slot["weights"], slots=asked["slots"], most=most,
         )  # fmt: skip
         with self.turn():
             index = loop.open(place, asked["layers"], page.answered(asked["slots"]))
@@ -210,6 +212,9 @@ class RankLanes:
         assert self._loop is not None
         with self.between():
             self._loop.close_lane(lane.number)
+            if not self._loop.drained(0.0):  # the GPU may still write its words
+                self._left.append(lane.words)
+                return
         with contextlib.suppress(cuda_memory.DriverError):
             lane.words.close()
 
@@ -220,6 +225,10 @@ class RankLanes:
         self._batches.clear()
         if loop is not None:
             loop.close()
+            finished, self._finished = self._finished, None
+            if finished is not None and not self._left:
+                with contextlib.suppress(cuda_memory.DriverError):
+                    cuda_memory.unregister_host(_address(finished))
 
     @property
     def error(self) -> str:
@@ -256,9 +265,10 @@ class RankLanes:
         return self._loop, self._worker
 
     def _started(self, device: Device, limits: Limits) -> Loop:
-        finished = self._finished = self._finished or mmap.mmap(-1, mmap.PAGESIZE)
-        here = ctypes.addressof(ctypes.c_char.from_buffer(finished))
+        finished = mmap.mmap(-1, mmap.PAGESIZE)
+        here = _address(finished)
         try:
+            check()
             there = cuda_memory.register_host(here, mmap.PAGESIZE)
             loop = Loop(
                 context=cuda_memory.context(), stream=device.stream(), finished=(here, there), limits=limits,
@@ -267,6 +277,7 @@ class RankLanes:
         except (NoCompiler, cuda_memory.DriverError) as error:
             raise Refused(f"lanes on GPUs: {error}", "cuda") from None
         loop.start()
+        self._finished, self._seen = finished, 0
         return loop
 
     def _most(self, loop: Loop, worker: Steps, layers: list[int]) -> int:
@@ -274,7 +285,7 @@ class RankLanes:
         sizes = []
         for layer in layers:
             graphs = worker.kernels.of(layer).first.graphs
-            sizes.append(graphs.buckets[-1] if graphs is not None else 0)
+            sizes.append(graphs.buckets[:SIZES][-1] if graphs is not None else 0)
         if not min(sizes, default=0):
             reasons = "; ".join(worker.kernels.first.notes())
             raise Refused(f"the steps of this rank are no CUDA graphs (engine.cuda_graph_tokens): {reasons}", "cuda")
@@ -291,7 +302,7 @@ class RankLanes:
             graphs: StepGraphs | None = worker.kernels.of(layer).first.graphs
             if graphs is None:
                 continue
-            for bucket in graphs.buckets:
+            for bucket in graphs.buckets[:SIZES]:
                 for number, mode in enumerate(MODES):
                     found = graphs.captured((layer, placement.version, mode), bucket)
                     if found is not None:
@@ -306,6 +317,7 @@ class RankLanes:
             return found[1]
         assert self._device is not None
         kept, number = before.get(id(batch)), len(self._batches)
+        assert number < NUM_BATCHES, "a kind of layers has at most SIZES batches, and there are few kinds"
         made = kept[0] if kept is not None and kept[0].batch is batch else LaneBatch(batch, worker.info.num_experts)
         if made.place is None:
             with torch.no_grad():
@@ -314,3 +326,7 @@ class RankLanes:
         loop.set_batch(number, made.place)
         self._batches[id(batch)] = made, number
         return number
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

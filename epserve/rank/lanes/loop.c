@@ -17,7 +17,7 @@
 typedef uint32_t u32;
 typedef uint64_t u64;
 
-enum { MODES = 2, SLOTS = 8, PARTS = 8, SIZES = 8, RING = 64, LANES = 256, LAYERS = 1 << 14, COUNTS = 6 };
+enum { MODES = 2, SLOTS = 8, PARTS = 8, SIZES = 32, RING = 64, LANES = 256, LAYERS = 1 << 14, COUNTS = 6 };
 enum { BAD_HEADER = 1 };                               // protocol/lane_words.py
 enum { BELL_AT = 128, ANSWER_AT = 192, PER_SLOT = 128, ARRIVED_AT = 8 };  // likewise
 enum { NO_ERROR = 0, NO_DRIVER = -1, NO_SYMBOL = -2, STUCK = -3 };
@@ -39,7 +39,8 @@ struct batch {
 struct size { u64 graph; u32 batch, tokens; };
 struct layer { struct size sizes[MODES][SIZES]; };
 
-struct place { u64 page, page_device, rows, slot_bytes, x, y, ids, weights; u32 slots, most; };  // of a lane
+// Where a lane lies. x and y are offsets in a slot on the GPU, ids and weights from the start of the page, in the first slot.
+struct place { u64 page, page_device, rows, slot_bytes, x, y, routing_bytes, ids, weights; u32 slots, most; };
 struct slot { u32 taken, job, tokens, pad; u64 seen; };
 struct counts { u64 calls, tokens, joined, refused, failed, busy_ns; };
 struct lane { _Atomic int open; struct place at; uint8_t *layers; struct slot slot[SLOTS]; struct counts counts; };
@@ -151,8 +152,9 @@ static int launch(struct loop *d, const struct found *found, u32 n, u32 total) {
     u32 tokens = tokens_of(found[f].bell);
     u64 rows = l->at.rows + found[f].slot * l->at.slot_bytes;
     e = c->copy(b->x + (u64)row * b->row_bytes, rows + l->at.x, (size_t)tokens * b->row_bytes, d->stream);
-    if (!e && mode) e = c->copy(b->ids + row * routing, rows + l->at.ids, tokens * routing, d->stream);
-    if (!e && mode) e = c->copy(b->weights + row * routing, rows + l->at.weights, tokens * routing, d->stream);
+    u64 given = l->at.page_device + found[f].slot * l->at.routing_bytes;
+    if (!e && mode) e = c->copy(b->ids + row * routing, given + l->at.ids, tokens * routing, d->stream);
+    if (!e && mode) e = c->copy(b->weights + row * routing, given + l->at.weights, tokens * routing, d->stream);
     if (!e) e = c->fill(b->part + 4ull * row, f, tokens, d->stream);
     row += tokens;
   }

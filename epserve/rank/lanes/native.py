@@ -21,7 +21,7 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC")
 LIBRARIES = ("-ldl", "-lpthread")
 BUILD_S = 60.0
-MODES, LAYERS, PARTS, SIZES = 2, 1 << 14, 8, 8  # loop.c
+MODES, LAYERS, PARTS, SIZES = 2, 1 << 14, 8, 32  # loop.c
 NAP_AT_LAST_S = 1e-3
 """The longest nap of the thread while no bell rings. A first call takes so much longer."""
 U32, U64, INT, PTR = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
@@ -47,7 +47,10 @@ class _Batch(ctypes.Structure):
 
 class _Place(ctypes.Structure):
     _fields_ = (
-        *((name, U64) for name in ("page", "page_device", "rows", "slot_bytes", "x", "y", "ids", "weights")),
+        *(
+            (name, U64)
+            for name in ("page", "page_device", "rows", "slot_bytes", "x", "y", "routing_bytes", "ids", "weights")
+        ),
         ("slots", U32),
         ("most", U32),
     )
@@ -83,7 +86,8 @@ class Limits:
 class Place:
     """Where a lane lies. `rows` and `page_device` are addresses on the GPU, `page` one of this process.
 
-    The parts x, y, ids and weights are offsets in a slot. `most`: most tokens of one call.
+    x and y are offsets in a slot there, ids and weights from the start of the page, in the first slot. `most`: most tokens of
+    one call.
     """
 
     page: int
@@ -92,6 +96,7 @@ class Place:
     slot_bytes: int
     x: int
     y: int
+    routing_bytes: int
     ids: int
     weights: int
     slots: int
@@ -136,6 +141,11 @@ def why_not() -> str:
 def _compiler() -> str | None:
     named = os.environ.get("CC", "").split()
     return next((found for each in (*named[:1], *COMPILERS) if (found := shutil.which(each))), None)
+
+
+def check() -> None:
+    """Builds the thread's library if that was not done yet. Raises NoCompiler."""
+    _library()
 
 
 @functools.cache

@@ -69,7 +69,7 @@ class LaneDoor:
         self._check_may_open(caller)
         on_gpu = request.HasField("cuda")
         if on_gpu:
-            self.on_gpu.check(request, caller)
+            self.on_gpu.check(request)
         layers, slots = self._layers(request), request.slots or 1
         if not 1 <= slots <= lw.MAX_SLOTS:
             raise InvalidRequest(f"slots: {slots}, must be 1 to {lw.MAX_SLOTS}", field="slots")
@@ -79,7 +79,7 @@ class LaneDoor:
             raise (InvalidRequest if request.max_tokens < 1 else TooLarge)(text, field="max_tokens")
         layout = lw.Layout(
             slots=slots, cap=request.max_tokens, hidden=info.hidden, top_k=info.top_k, itemsize=info.dtype.itemsize,
-            rows_at=0 if on_gpu else lw.ROWS_AT,
+            on_gpu=on_gpu,
         )  # fmt: skip
         if layout.total > limits.max_region_bytes:
             text = (
@@ -95,13 +95,13 @@ class LaneDoor:
             lane.make()
         except OSError as error:
             raise Overloaded(
-                f"max_tokens, slots: no {layout.total} bytes of shared memory ({error.strerror})", retry_after_s=1
+                f"max_tokens, slots: no {layout.shared} bytes of shared memory ({error.strerror})", retry_after_s=1
             ) from None
         most = layout.cap
         try:
             if isinstance(lane, GpuLane):
                 most = await self.on_gpu.open(lane, request, lambda: (self.name, self._key(lane).hex()))
-            else:
+            if lane.through_poller:
                 self.poller.add(lane)
         except BaseException:
             self.close(lane)
@@ -111,7 +111,7 @@ class LaneDoor:
         reply = pb.OpenLaneReply(
             lane=lane.name, socket=self.name, key=self._key(lane), byte_size=layout.shared, slots=slots, max_tokens=most,
             dtype=wire.DTYPES[str(info.dtype).removeprefix("torch.")], hidden=info.hidden, top_k=info.top_k, layers=layers,
-            timeout_ms=round(lane.timeout_s * 1000),
+            timeout_ms=round(lane.timeout_s * 1000), queued=on_gpu and lane.through_poller,
         )  # fmt: skip
         return lane, reply
 
@@ -134,16 +134,19 @@ class LaneDoor:
         self._keys = {key: each for key, each in self._keys.items() if each is not lane}
         if isinstance(lane, GpuLane):
             self.on_gpu.close(lane, lane.why or NotReady("lane: the service has closed it; open another"))
-        else:
-            self.poller.remove(lane)
+        self.poller.remove(lane)
 
     def shown(self) -> pb.Lanes:
         counts, on_gpu = self.poller.counts, self.on_gpu
         return pb.Lanes(
-            open=len(self.poller.lanes) + len(on_gpu.lanes), calls=counts.calls + on_gpu.calls,
+            open=self._open, calls=counts.calls + on_gpu.calls,
             joined=counts.joined + on_gpu.joined, refused=counts.refused + on_gpu.refused, waited=counts.waited,
             polling_share=self.poller.polling_share, on_gpu=len(on_gpu.lanes), gpu_polling_share=on_gpu.polling_share,
         )  # fmt: skip
+
+    @property
+    def _open(self) -> int:
+        return len({*self.poller.lanes, *self.on_gpu.lanes})
 
     def _key(self, lane: Lane) -> bytes:
         """Returns a new key of the lane, which works once."""
@@ -162,7 +165,7 @@ class LaneDoor:
             raise InvalidRequest(text, field="lane")
         if self._calls.draining.is_set():
             raise NotReady("the server is stopping; open the lane at another one, or again later")
-        if (number := len(self.poller.lanes) + len(self.on_gpu.lanes)) >= limit:
+        if (number := self._open) >= limit:
             text = f"{number} lanes are open, at most {limit} are (server.lanes); try again later"
             raise Overloaded(text, retry_after_s=1)
 

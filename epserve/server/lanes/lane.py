@@ -8,11 +8,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from epserve.engine.planning import Batch, Priority
+from epserve.engine.planning import Answer, Batch, Priority
 from epserve.engine.shares import not_finite
 from epserve.errors import (
     DeadlineExceeded,
@@ -116,6 +116,11 @@ class Call:
 class Lane:
     """Made by `LaneDoor.open`. `ended`: set when the service closes it."""
 
+    quick: ClassVar[bool] = True
+    """Whether its calls may go to the ranks without the queue."""
+    silent: ClassVar[bool] = False
+    """Whether its bells make no sound: a thread has to look."""
+
     layout: lw.Layout
     layers: frozenset[int]
     info: ModelInfo
@@ -135,6 +140,11 @@ class Lane:
     _map: Any = None
     _words: Any = None
 
+    @property
+    def through_poller(self) -> bool:
+        """Whether the thread of this process serves it (`Poller`)."""
+        return True
+
     def make(self) -> None:
         """Makes the memory. Raises OSError where the system gives none."""
         layout = self.layout
@@ -147,7 +157,7 @@ class Lane:
             raise
         self._words = words.Words(self._map)
         self._words.store(0, layout.slots, lw.MAGIC & 0xFFFFFFFF)
-        self.slots = tuple(self._slot(number) for number in range(layout.slots)) if layout.rows_at else ()
+        self.slots = tuple(self._slot(number) for number in range(layout.slots))
 
     def close(self) -> None:
         """No bell is taken any more. The memory goes with the last tensor over it."""
@@ -220,22 +230,29 @@ class Lane:
         )  # fmt: skip
         return batch
 
+    def finish(self, call: Call, answer: Answer) -> None:
+        """Answers with what the engine says. Raises NotFinite, and answers nothing then."""
+        self.answer(call, answer.out_MK)
+
     def answer(self, call: Call, out_MK: torch.Tensor) -> None:
         """Puts the result into the slot and answers. Raises NotFinite, and answers nothing then."""
-        if wrong := rows_not_finite(out_MK):
+        self._check_finite(call, rows_not_finite(out_MK))
+        self.slots[call.slot].y[: call.tokens].copy_(out_MK)
+        self._say(call.slot, call.number, lw.OK)
+
+    def _check_finite(self, call: Call, wrong: Sequence[int]) -> None:
+        if wrong:
             raise NotFinite(
                 f"hidden_states: layer {call.layer} makes NaN or infinity of {len(wrong)} of {call.tokens} tokens, the first is"
                 f" row {wrong[0]}: values pass the largest number on the way; send smaller ones, or call over gRPC with"
                 " keep_not_finite",
                 field="hidden_states",
             )
-        self.slots[call.slot].y[: call.tokens].copy_(out_MK)
-        self._say(call.slot, call.number, lw.OK)
 
     def refuse(self, slot: int, number: int, error: BaseException, tokens: int = 0) -> str:
         """Answers with the error. The rows of the result become NaN. Returns the status's name."""
         code = self._explain(slot, number, error)
-        if tokens:
+        if tokens and not self.layout.on_gpu:
             self.slots[slot].y[:tokens].fill_(float("nan"))
         self._say(slot, number, status_word(error))
         return code
@@ -261,12 +278,13 @@ class Lane:
 
     def _slot(self, number: int) -> Slot:
         rows, routing = (self.layout.cap, self.layout.hidden), (self.layout.cap, self.layout.top_k)
-        return Slot(
-            x=self._tensor(number, "x", self.info.dtype, rows),
-            y=self._tensor(number, "y", self.info.dtype, rows),
-            ids=self._tensor(number, "ids", torch.int32, routing),
-            weights=self._tensor(number, "weights", torch.float32, routing),
+        x, y = (
+            torch.empty(0) if self.layout.on_gpu else self._tensor(number, name, self.info.dtype, rows) for name in "xy"
         )
+        return Slot(
+            x=x, y=y, ids=self._tensor(number, "ids", torch.int32, routing),
+            weights=self._tensor(number, "weights", torch.float32, routing),
+        )  # fmt: skip
 
     def _tensor(self, slot: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         offset, size = self.layout.part(slot, name)

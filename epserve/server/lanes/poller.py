@@ -32,6 +32,8 @@ METHOD = "epserve.v1.Experts/OpenLane (call)"
 """The name of a lane's call in traces."""
 IDLE_S = 1.0
 """The thread wakes at this interval while no bell rings, and beats."""
+SILENT_S = 0.001
+"""The pause between two looks while a lane is open whose bells make no sound, as a GPU's."""
 TELL_S = 0.02
 """Metrics get what was done after so long a pause, or after `TELL_AT_LAST_S` without one."""
 TELL_AT_LAST_S = 0.25
@@ -117,9 +119,10 @@ class Poller:
 
     def _run(self) -> None:
         while not self._stopping:
-            rung = self._epoll.poll(TELL_S if self._done else IDLE_S)
+            silent = any(lane.silent for lane in self.lanes)
+            rung = self._epoll.poll(SILENT_S if silent else TELL_S if self._done else IDLE_S)
             try:
-                if rung:
+                if rung or silent:
                     while not self._stopping and self._round():
                         pass
                 if self._done and (not rung or time.monotonic() - self._told > TELL_AT_LAST_S):
@@ -216,7 +219,7 @@ class Poller:
         quick: list[tuple[Call, Batch]] = []
         slow: list[tuple[Call, Batch]] = []
         for each in batches:
-            limited = now is None or each[0].lane.caller.account.claim(0) is not None
+            limited = now is None or not each[0].lane.quick or each[0].lane.caller.account.claim(0) is not None
             (slow if limited else quick).append(each)
         self._joined_last = len(batches)
         self.counts.joined += len(batches) if len(batches) > 1 else 0
@@ -290,7 +293,7 @@ class Poller:
                         answer = await self._calls.engine.answer(batch)
                 if answer.left_out:  # a lane has no place for their numbers
                     raise ExpertsMissing.of(call.layer, answer.left_out)
-                call.lane.answer(call, answer.out_MK)
+                call.lane.finish(call, answer)
                 code, watch.sent = "OK", answer.out_MK.nbytes
             except asyncio.CancelledError:  # the lane is closed
                 raise

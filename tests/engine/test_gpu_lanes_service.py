@@ -345,6 +345,25 @@ async def test_calls_go_on_when_the_rank_dies_or_stands_still(service, reference
     await clients.end()
 
 
+async def test_a_driver_that_fails_ends_the_rank_and_its_successor_computes_the_call(service, reference):
+    engine, server = service
+    await spare(engine)
+    recoveries = engine.status().recoveries
+
+    def call():
+        with Client(server.address) as client, client.open_lane(16, device=GPU, call_timeout=CALL_S) as lane:
+            failing = engine._pool.members[0].call("fail_driver", timeout=20)
+            asyncio.run_coroutine_threadsafe(failing, loop).result(LIMIT_S)
+            y = lane.forward(LAYER, tokens(7))
+            lane.check()
+            return y
+
+    loop = asyncio.get_running_loop()
+    torch.testing.assert_close(await in_thread(call), reference(tokens(7)), **TOLERANCE)
+    assert engine.status().recoveries > recoveries
+    await back(engine)
+
+
 CLIENT = """
 import sys, pytest
 from epserve.client import Client
@@ -464,6 +483,31 @@ async def test_a_session_takes_the_lane_by_itself_and_another_one_after_its_end(
 
     await in_thread(calls)
     await until(lambda: not server._lanes.on_gpu.lanes, LIMIT_S, "the session's lane is closed")
+
+
+async def test_a_model_of_transformers_takes_the_lane_by_itself(service, path, monkeypatch):
+    """The text is that of local experts. A call that was refused is told at a later one."""
+    from transformers import AutoModelForCausalLM
+
+    import epserve.transformers
+
+    _, server = service
+    monkeypatch.setattr(ways, "gpu_of", lambda tensor: GPU)
+    prompt, many = (
+        torch.tensor([[5, 6, 7]]),
+        {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0},
+    )
+
+    def generate():
+        local = AutoModelForCausalLM.from_pretrained(path).eval()
+        with epserve.transformers.connect(server.address) as service:
+            remote = epserve.transformers.from_pretrained(path, service).eval()
+            made = [model.generate(prompt, **many) for model in (local, remote)]
+            (lane,) = server._lanes.on_gpu.lanes
+            assert lane.own_thread and lane._words.load(lw.bell_at(0)) >> 32 >= 6
+            return made
+
+    assert torch.equal(*await in_thread(generate))
 
 
 @pytest.mark.slow

@@ -528,6 +528,19 @@ async def test_a_session_uses_a_lane_by_itself_where_there_is_one(lanes):
         assert await in_thread(calls, server.address) == (2 if lanes else 0)
 
 
+async def test_a_lane_that_was_opened_in_inference_mode_is_of_use_outside_of_it():
+    def calls(address):
+        with connect(address) as session:
+            layer, x = session.layer(1), torch.randn(5, HIDDEN)
+            for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+                with mode():
+                    assert torch.equal(layer.forward(x), x)
+
+    async with serving(FakeEngine()) as server:
+        await in_thread(calls, server.address)
+        assert server._lanes.shown().calls == 4
+
+
 async def test_a_session_outlives_its_lane():
     def calls(address, server, loop):
         with connect(address) as session, Client(address) as client:

@@ -75,15 +75,16 @@ class Lane:
             os.close(self._bell)
             raise NotReady(f"lane: {error}") from None
         self._words = words.Words(self._map)
-        self._mapped()
         self._slots = [_Slot() for _ in range(self.slots)]
         self._free, self._given = set(range(self.slots)), threading.Condition()
         self._ended = ""
         self._ringing = threading.Lock()  # a bell is not written once its descriptor is another file's
         self._errors: list[EpserveError] = []
         self._tensors: dict[tuple[str, int], Any] = {}
-        for name, slot in itertools.product(("x", "y", "ids", "weights"), range(self.slots)):
-            self._tensors[name, slot] = self._tensor(name, slot)
+        with torch.inference_mode(False):  # else no call outside of that mode could write them
+            self._mapped()
+            for name, slot in itertools.product(("x", "y", "ids", "weights"), range(self.slots)):
+                self._tensors[name, slot] = self._tensor(name, slot)
 
     def _laid_out(self, reply: pb.OpenLaneReply) -> lw.Layout:
         return lw.Layout(

@@ -126,6 +126,7 @@ class GpuLane(Lane):
         """Whether the calls go through the service's queue, and not to a thread of the rank."""
         with self._streams.here():
             super().__init__(reply, retry)
+            self._load()
         self._slot_of: dict[int, int] = {}
         self._queueing = threading.Lock()
         self._status = 0
@@ -153,6 +154,18 @@ class GpuLane(Lane):
         self._seen = torch.frombuffer(self._own, dtype=torch.int32, count=self.slots)
         self._kept = self._streams.tensor(cuda_memory.register_host(self._own_host, mmap.PAGESIZE), mmap.PAGESIZE)
         self._kept = self._kept.view(torch.int32)
+        self._streams.synchronize()
+
+    def _load(self) -> None:
+        """Runs each kind of kernel of a call once. A kernel is loaded at its first launch, which may wait for the stream, and the
+        stream for the rank."""
+        import torch
+
+        with torch.inference_mode(False):
+            rows, number, last = self._tensors["y", 0][:1], torch.zeros_like(self._numbers[:1]), self._last[:1]
+            torch.add(number.add_(0), 0, out=number)
+            torch.bitwise_or(last, self._kept[:1], out=last)
+            rows.fill_(float("nan")).masked_fill_(last.copy_(self._kept[:1]) != 0, float("nan")).zero_()
         self._streams.synchronize()
 
     # Calls.

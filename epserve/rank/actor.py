@@ -27,6 +27,7 @@ from . import groups
 from .device_memory import CudaMemory, DeviceMemory, RankRegions
 from .endings import start_ticks, wait_for_end
 from .groups import GroupAddress, hang_up
+from .lanes import native
 from .lanes.lanes import CudaDevice, Device, RankLanes
 from .placement import Placement
 from .reports import Outcome, Pulse, RankFacts, Standing
@@ -175,6 +176,8 @@ class RankActor:
                 self._copies = HostCopies(checkpoint, checkpoint.info.num_experts, plan.layers)
             except NotReady as error:  # a spare that reads files is better than none
                 log.warning("this spare will read the checkpoint when it takes over: %s", error)
+        if self._lane_device() is not None:
+            native.build()
         gc.freeze()
         return self._facts(uuid)
 
@@ -253,6 +256,8 @@ class RankActor:
             self._server.close()
         host = "" if local else ray.util.get_node_ip_address()
         self._steps.lanes.close_all()
+        if self._lane_device() is not None:
+            native.build()
         self._steps.lanes = lanes = RankLanes(self._lane_device())
         lanes.configure(self._config)
         self._steps.regions = RankRegions(self._device_memory(), lanes)
@@ -352,8 +357,9 @@ class RankActor:
     def _explain(self) -> Standing:
         worker = self._worker
         assert worker is not None
+        notes = (*worker.explain(), *self._cores_note, *filter(None, [self._steps.lanes.note]))
         return Standing(
-            notes=(*worker.explain(), *self._cores_note), choices=worker.experts_choices(), backends=worker.plan.chosen.names,
+            notes=notes, choices=worker.experts_choices(), backends=worker.plan.chosen.names,
             weights_bytes=worker.weights_bytes, times=worker.known.tables,
         )  # fmt: skip
 

@@ -126,6 +126,7 @@ async def test_the_bits_of_grpc_with_and_without_routing(service):
             return shown
 
     shown = await in_thread(calls)
+    assert "lanes on GPUs: a thread of the rank serves calls of up to 16 tokens" in engine.status().backends
     assert (shown.open, shown.on_gpu, shown.calls, shown.refused) == (1, 1, 24, 0)
     await until(lambda: not server._lanes.on_gpu.lanes and not len(engine.device_regions), LIMIT_S, "all is closed")
     assert not server._lanes._keys

@@ -369,15 +369,16 @@ def test_what_cannot_be_served_says_why(lanes, monkeypatch):
     with pytest.raises(Refused, match="runs on no GPU"):
         Client(RankLanes(None)).open()
     monkeypatch.setattr(native, "_compiler", lambda: None)
-    native._library.cache_clear()
+    native._built.cache_clear()
     other = RankLanes(MadeUpDevice())
     other.configure(parse_config({"model": {"path": "/none"}}))
     other.ready(Worker())
     try:
         with pytest.raises(Refused, match="no C compiler is here"):
             Client(other).open()
+        assert other.note == "lanes on GPUs go through the queue: no C compiler is here (cc, gcc, clang)"
     finally:
-        native._library.cache_clear()
+        native._built.cache_clear()
 
 
 def test_the_thread_naps_while_no_bell_rings(lanes):

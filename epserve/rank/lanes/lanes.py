@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_AT, PER_SLOT = 192, 128  # protocol/lane_words.py
 NEED_ONE_RANK = "lanes on GPUs need one rank, there are {}; use a region on the GPU"
+PREFIX = "lanes on GPUs: "
 NUM_BATCHES = 256
 DRAINED_S = 5.0
 """Longest wait for steps that were launched, before groups are left or memory goes."""
@@ -114,6 +115,9 @@ class RankLanes:
         """Words of lanes that have ended before their last step. They stay for as long as the process."""
         self._seen = 0
         self._limits: Limits | None = None
+        self._failed = ""
+        self.note = ""
+        """How lanes on the GPU are served, for people. Empty where the configuration has none."""
 
     # For the steps of the engine.
 
@@ -156,15 +160,31 @@ class RankLanes:
         )  # fmt: skip
 
     def ready(self, worker: Steps) -> None:
-        """Goes on with the graphs of this worker."""
-        self._worker = worker
-        self.refresh()
+        """Starts the thread if lanes can be served, or goes on with the graphs of this worker."""
+        self._worker, self._failed = worker, ""
+        if self._device is None:
+            return
+        try:
+            loop, _ = self._running()
+            self.refresh()
+            most = self._most(loop, worker, list(worker.placements))
+            self.note = f"lanes on GPUs: a thread of the rank serves calls of up to {most} tokens"
+        except Refused as error:
+            self.note = f"lanes on GPUs go through the queue: {str(error).removeprefix(PREFIX)}"
+        log.info(self.note)
 
     def refresh(self) -> None:
-        """Takes the graphs that the worker has now."""
-        if self._loop is not None and self._worker is not None:
-            with self.between():
+        """Takes the graphs that the worker has now. When that fails, calls that wait end at their limit, and new lanes go
+        through the queue."""
+        if self._loop is None or self._worker is None:
+            return
+        with self.between():
+            try:
                 self._fill(self._loop, self._worker)
+            except Exception as error:  # a defect here must not end the rank
+                log.exception("lanes on GPUs")
+                self._loop.clear()
+                self._failed = f"lanes on GPUs have failed: {type(error).__name__}: {error}"
 
     def pause(self) -> None:
         """Forgets all graphs before they go. Calls wait until `ready`."""
@@ -262,6 +282,8 @@ class RankLanes:
         if self._loop is None:
             self._loop = self._started(self._device, self._limits)
             self.refresh()
+        if self._failed:
+            raise Refused(self._failed, "lane")
         return self._loop, self._worker
 
     def _started(self, device: Device, limits: Limits) -> Loop:
@@ -275,7 +297,7 @@ class RankLanes:
                 num_batches=NUM_BATCHES,
             )  # fmt: skip
         except (NoCompiler, cuda_memory.DriverError) as error:
-            raise Refused(f"lanes on GPUs: {error}", "cuda") from None
+            raise Refused(f"{PREFIX}{error}", "cuda") from None
         loop.start()
         self._finished, self._seen = finished, 0
         return loop

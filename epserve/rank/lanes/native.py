@@ -1,11 +1,12 @@
 """Builds and loads `loop.c`, the thread that serves lanes, with the C compiler at hand. It takes a fraction of a second, once a
-process, when the first lane opens.
+process, when a rank starts that may serve such lanes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epserve.process import cuda_memory
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("loop.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -143,14 +146,33 @@ def _compiler() -> str | None:
     return next((found for each in (*named[:1], *COMPILERS) if (found := shutil.which(each))), None)
 
 
+def build() -> None:
+    """Builds the thread's library before it is needed. What fails is told when it is needed."""
+    _built()
+
+
 def check() -> None:
-    """Builds the thread's library if that was not done yet. Raises NoCompiler."""
+    """Raises NoCompiler where there is no library."""
     _library()
 
 
-@functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises NoCompiler."""
+    if isinstance(found := _built(), NoCompiler):
+        raise NoCompiler(str(found))
+    return found
+
+
+@functools.cache
+def _built() -> ctypes.CDLL | NoCompiler:
+    """Builds and loads the library. Returns why not, if so."""
+    try:
+        return _loaded()
+    except NoCompiler as error:
+        log.warning("lanes on GPUs: %s", error)
+        return error
+
+
+def _loaded() -> ctypes.CDLL:
     compiler = _compiler()
     if compiler is None:
         raise NoCompiler(why_not())

@@ -77,6 +77,7 @@ class Echo(EngineFace):
     """Is an engine that answers with its input and refuses changes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.info = tiny_info(
             family="fuzzed", name="fuzzed", hidden=HIDDEN, num_experts=EXPERTS, top_k=TOP_K, layers=LAYERS,
             gate=GateSpec(top_k=TOP_K),
@@ -100,10 +101,6 @@ class Echo(EngineFace):
 
     def state(self) -> str:
         return "serving"
-
-    def on_state_change(self, callback: Any) -> None: ...
-
-    def on_step(self, callback: Any) -> None: ...
 
     def status(self) -> Any:
         return SimpleNamespace(

@@ -25,7 +25,7 @@ from epserve.rank.setup import plan as rank_plan
 from .face import EngineFace
 from .now import StepsNow
 from .planning import Answer, Batch
-from .records import UP, EngineStatus, RankStatus, State, StepRecord
+from .records import UP, EngineStatus, RankStatus, State
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Engine(EngineFace):
 
     def __init__(self, config: Config):
         """Raises ConfigError, CheckpointError or Incompatible within a second."""
+        super().__init__()
         self.config = config
         self._checkpoint = UnchangedCheckpoint(config.model.path, config.model.dtype)
         self.info: ModelInfo = self._checkpoint.info
@@ -46,8 +47,6 @@ class Engine(EngineFace):
         here = self._device == "cpu" or torch.cuda.is_available()  # else a front end whose ranks are on other nodes
         self.plan = rank_plan.plan_ranks(config, self.info, device=self._device, here=here)
         self._state: State = "stopped"
-        self._callbacks: list[Callable[[State], None]] = []
-        self._step_callbacks: list[Callable[[StepRecord], None]] = []
         self._cluster: Cluster | None = None
         self._pool: Pool | None = None
         self._scheduler: Scheduler | None = None
@@ -79,7 +78,7 @@ class Engine(EngineFace):
                 serve_without=self.config.engine.when_experts_missing == "serve_without",
             )
             pool.supervisor.on_missing = self._scheduler.refuse_waiting
-            self._scheduler.on_step = self._step_done
+            self._scheduler.on_step = self._tell_step
             self._now = StepsNow(self._scheduler, pool, self._check, self.config.scheduler.max_step_tokens)
             await pool.start()
             log.info(self._explain_backends())
@@ -163,14 +162,6 @@ class Engine(EngineFace):
     def state(self) -> State:
         return self._state
 
-    def on_state_change(self, callback: Callable[[State], None]) -> None:
-        """Calls `callback(state)` in the loop after each change."""
-        self._callbacks.append(callback)
-
-    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
-        """Calls `callback(record)` in the loop after each finished step. It must be quick."""
-        self._step_callbacks.append(callback)
-
     def status(self) -> EngineStatus:
         pool, scheduler = self._pool, self._scheduler
         if pool is not None and pool.members:
@@ -231,23 +222,12 @@ class Engine(EngineFace):
             network_bytes=pulse.counters.network_bytes if pulse is not None else 0,
         )
 
-    def _step_done(self, record: StepRecord) -> None:
-        for callback in self._step_callbacks:
-            try:
-                callback(record)
-            except Exception:  # a listener's defect must not fail a step
-                log.exception("a step listener failed")
-
     def _set_state(self, state: State) -> None:
         if state == self._state or (self._state == "draining" and state != "stopped"):
             return
         log.info("state: %s -> %s", self._state, state)
         self._state = state
-        for callback in self._callbacks:
-            try:
-                callback(state)
-            except Exception:  # a listener's defect must not stop a recovery
-                log.exception("a state listener failed")
+        self._tell_state(state)
 
     def _check(self, batch: Batch) -> Batch:
         """Checks a batch at the engine's own door, so that no batch fails on the ranks. Returns it with its routing checked."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ import torch
 
 from .planning import Answer, Batch
 from .records import StepRecord
+
+log = logging.getLogger(__name__)
 
 
 class OpenedRegion(Protocol):
@@ -99,6 +102,10 @@ class EngineFace(ABC):
     info: Any
     """The ModelInfo of the checkpoint, or an object with its public fields."""
 
+    def __init__(self) -> None:
+        self._state_listeners: list[Callable[[Any], None]] = []
+        self._step_listeners: list[Callable[[StepRecord], None]] = []
+
     @property
     @abstractmethod
     def layers(self) -> tuple[int, ...]:
@@ -139,13 +146,19 @@ class EngineFace(ABC):
     def status(self) -> Any:
         """Returns the EngineStatus, or an object with its fields."""
 
-    @abstractmethod
     def on_state_change(self, callback: Callable[[Any], None]) -> None:
         """Calls `callback(state)` in the loop after each change."""
+        self._state_listeners.append(callback)
 
-    @abstractmethod
     def on_step(self, callback: Callable[[StepRecord], None]) -> None:
-        """Calls `callback(record)` in the loop after each finished step. It must be quick."""
+        """Calls `callback(record)` in the loop after each finished step with requests of this process. It must be quick."""
+        self._step_listeners.append(callback)
+
+    def _tell_state(self, state: str) -> None:
+        _tell(self._state_listeners, state)
+
+    def _tell_step(self, record: StepRecord) -> None:
+        _tell(self._step_listeners, record)
 
     @abstractmethod
     async def rebalance(self, explain: bool = False) -> Any:
@@ -157,3 +170,11 @@ class EngineFace(ABC):
     @abstractmethod
     async def scale(self, ranks: int) -> Any:
         """Goes on with another number of ranks. Returns a Resize. Raises NotReady, ConfigError."""
+
+
+def _tell(listeners: Sequence[Callable[[Any], None]], what: Any) -> None:
+    for callback in listeners:
+        try:
+            callback(what)
+        except Exception:  # a listener's defect must stop neither a step nor a recovery
+            log.exception("a listener of the engine failed")

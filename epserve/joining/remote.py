@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +48,7 @@ class RemoteEngine(EngineFace):
     """
 
     def __init__(self, address: str, secret: bytes, peers: Peers | None = None):
+        super().__init__()
         self._address, self._secret = address, secret
         self.peers = peers or Peers()
         self.info: Any = None
@@ -58,8 +58,6 @@ class RemoteEngine(EngineFace):
         self._status: Any = None
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._callbacks: list[Callable[[str], None]] = []
-        self._step_callbacks: list[Callable[[StepRecord], None]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = asyncio.Event()
         self._regions = guest_regions.RemoteDeviceRegions(self._change, self._tell, self._shares_gpus)
@@ -97,13 +95,6 @@ class RemoteEngine(EngineFace):
     def status(self) -> Any:
         """Returns the other engine's status, some seconds old at most."""
         return SimpleNamespace(**{**vars(self._status), "state": self._state})
-
-    def on_state_change(self, callback: Callable[[str], None]) -> None:
-        self._callbacks.append(callback)
-
-    def on_step(self, callback: Callable[[StepRecord], None]) -> None:
-        """Calls back for steps that have requests of this front end. The record's parts are those requests."""
-        self._step_callbacks.append(callback)
 
     async def answer(self, batch: Batch) -> Answer:
         """Runs one layer on one batch, as `Engine.answer` does. Raises only EpserveErrors."""
@@ -259,11 +250,7 @@ class RemoteEngine(EngineFace):
             parts=tuple(parts),
             phases=tuple(record["phases"]),
         )
-        for callback in self._step_callbacks:
-            try:
-                callback(record)
-            except Exception:  # a listener's defect must not end the connection
-                log.exception("a step listener failed")
+        self._tell_step(record)
 
     def _fail_all(self, error: EpserveError) -> None:
         calls, self._calls = self._calls, {}
@@ -276,11 +263,7 @@ class RemoteEngine(EngineFace):
             return
         log.info("state: %s -> %s", self._state, state)
         self._state = state
-        for callback in self._callbacks:
-            try:
-                callback(state)
-            except Exception:
-                log.exception("a state listener failed")
+        self._tell_state(state)
 
 
 def _elsewhere(batch: Batch | None) -> torch.Tensor:

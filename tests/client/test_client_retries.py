@@ -14,8 +14,8 @@ from epserve.client import AsyncClient, ClientOptions, RetryPolicy
 from epserve.client.attempts import Attempts
 from epserve.errors import InvalidRequest
 from epserve.server.server import Server
-from tests.support.clients import QUICK, SMALL, Flaky, client_of, hang, wait_until
-from tests.support.fake_engine import FakeEngine, echo, serving
+from tests.support.clients import QUICK, SMALL, Flaky, client_of, wait_until
+from tests.support.fake_engine import FakeEngine, echo, hang, serving
 from tests.support.grpc_calls import until
 
 ROUNDED_S = 0.1  # a deadline travels as what is left of it, in coarse units

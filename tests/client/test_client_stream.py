@@ -13,8 +13,8 @@ from epserve import errors
 from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.server.server import Server
 from epserve.server.stream import StreamSession
-from tests.support.clients import QUICK, hang
-from tests.support.fake_engine import FakeEngine, echo, serving
+from tests.support.clients import QUICK
+from tests.support.fake_engine import FakeEngine, echo, echo_after, hang, serving
 from tests.support.grpc_calls import until
 
 LARGE = 16000  # rows of 32 floats: two frames
@@ -158,12 +158,7 @@ class TestAnotherServer:
 
     async def test_a_server_that_drains_answers_what_it_has_and_the_next_one_the_rest(self):
         open_ = asyncio.Event()
-
-        async def held(batch):
-            await open_.wait()
-            return batch.hidden
-
-        engine = FakeEngine(held)
+        engine = FakeEngine(echo_after(open_))
         async with stream_of(engine, max_in_flight_per_stream=4) as (stream, server):
             calls = [asyncio.ensure_future(stream.forward(1, rows(number))) for number in range(9)]
             await until(lambda: engine.running == 4)

@@ -15,7 +15,7 @@ from epserve.client.region import ClientRegion
 from epserve.config import ServerConfig
 from epserve.errors import DeadlineExceeded, EpserveError, InvalidRequest, NotReady
 from epserve.protocol import wire
-from tests.support.fake_engine import FakeEngine, LocalExperts, serving
+from tests.support.fake_engine import FakeEngine, LocalExperts, echo_after, serving
 from tests.support.grpc_calls import until
 from tests.support.region_calls import SHM
 
@@ -87,13 +87,8 @@ class TestClient:
 
     async def test_memory_of_a_call_that_was_given_up_is_not_used_again(self):
         release = asyncio.Event()
-
-        async def wait(batch):
-            await release.wait()
-            return batch.hidden
-
         x = torch.ones(4, 32)
-        async with serving(FakeEngine(wait)) as server:
+        async with serving(FakeEngine(echo_after(release))) as server:
             async with AsyncClient(server.address) as client, client.register_region(4096) as region:
                 for _ in range(8):
                     with pytest.raises(DeadlineExceeded):

@@ -13,8 +13,8 @@ from epserve import errors
 from epserve.client import Client
 from epserve.client.session import RETRY_FOR_S, Session, connect
 from epserve.protocol.served_model import model_reply
-from tests.support.clients import QUICK, client_of, hang, serving_in_thread, wait_until
-from tests.support.fake_engine import FakeEngine, LocalExperts, tiny_info
+from tests.support.clients import QUICK, client_of, serving_in_thread, wait_until
+from tests.support.fake_engine import FakeEngine, LocalExperts, hang, tiny_info
 
 LARGE = 16_000
 """Tokens of 32 float32 values: too many for one message."""

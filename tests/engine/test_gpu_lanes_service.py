@@ -40,6 +40,7 @@ from tests.support.checkpoints import LAYER, write
 from tests.support.fake_device_memory import tokens
 from tests.support.front_ends import joining, ordering
 from tests.support.gpu_driver import RankWithLanes, lanes_on_made_up_gpus, why_not
+from tests.support.grpc_calls import in_thread
 from tests.support.ranks import cluster_section
 from tests.support.recovering import BACK_S, TOLERANCE, back, pids, spare, until
 
@@ -92,10 +93,6 @@ async def service(gpus, path):
     yield engine, server
     await server.stop()
     await engine.close()
-
-
-async def in_thread(function, *arguments):
-    return await asyncio.wait_for(asyncio.to_thread(function, *arguments), LIMIT_S)
 
 
 def routing(count, seed=1):

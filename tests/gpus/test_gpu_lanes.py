@@ -29,6 +29,7 @@ from epserve.errors import DeadlineExceeded, InvalidRequest, NotFinite, NotReady
 from epserve.models.demo import write_demo_checkpoint
 from epserve.protocol import lane_words as lw
 from epserve.server.server import Server
+from tests.support.grpc_calls import in_thread
 from tests.support.recovering import BACK_S, back, pids, spare, until
 
 pytestmark = [
@@ -70,10 +71,6 @@ async def service(tmp_path_factory):
     yield engine, server
     await server.stop()
     await engine.close()
-
-
-async def in_thread(function, *arguments):
-    return await asyncio.wait_for(asyncio.to_thread(function, *arguments), LIMIT_S)
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:

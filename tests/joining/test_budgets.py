@@ -15,7 +15,7 @@ from epserve.engine.budgets import HERE, MOST_IDLE, Budget, Budgets, Claim
 from epserve.errors import NotReady, Overloaded
 from epserve.joining.peers import Peers
 from epserve.joining.remote import RemoteEngine
-from tests.support.fake_engine import FakeEngine, serving
+from tests.support.fake_engine import FakeEngine, echo_after, serving
 from tests.support.front_ends import SECRET, service
 from tests.support.grpc_calls import until
 from tests.support.limited import impatient
@@ -162,12 +162,7 @@ class TestService:
 
     async def test_bytes_in_flight_are_counted_over_all_front_ends_and_doors_hear_of_them(self, tokens):
         gate = asyncio.Event()
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        engine = FakeEngine(wait)
+        engine = FakeEngine(echo_after(gate))
         async with service(engine, tokens_file=tokens) as (servers, port, peers), contextlib.AsyncExitStack() as stack:
             callers = [await stack.enter_async_context(impatient(each.address, "small")) for each in servers]
             running = [asyncio.ensure_future(each.forward(1, KIB)) for each in callers[1:]]

@@ -24,7 +24,7 @@ from epserve.errors import (
     UnknownLayer,
 )
 from epserve.rank.step import joined_gradients
-from tests.support.fake_engine import FakeEngine, LocalExperts
+from tests.support.fake_engine import FakeEngine, LocalExperts, echo_after, hang
 from tests.support.front_ends import ScheduledEngine, batch, joining, ordering
 from tests.support.grpc_calls import until
 from tests.support.observed import WatchedEngine
@@ -108,9 +108,6 @@ class TestJoined:
         assert "of ours" in caplog.text
 
     async def test_cancelled_calls_and_late_ones_are_cancelled_there(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         async with ordering(engine) as port, joining(port) as front_end:
             call = asyncio.ensure_future(front_end.forward(batch(torch.ones(1, 32))))
@@ -126,12 +123,7 @@ class TestJoined:
 
     async def test_bytes_of_all_front_ends_are_bounded(self):
         gate = asyncio.Event()
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        engine, x = FakeEngine(wait), torch.randn(100, 32)
+        engine, x = FakeEngine(echo_after(gate)), torch.randn(100, 32)
         async with ordering(engine, max_bytes=20_000) as port, joining(port) as one, joining(port) as other:
             first = asyncio.ensure_future(one.forward(batch(x)))
             await until(lambda: engine.running == 1)

@@ -18,10 +18,10 @@ from epserve.errors import CallerError, DeadlineExceeded, InvalidRequest, NotRea
 from epserve.protocol import epserve_pb2 as pb
 from epserve.server import doorbell as doorbell_module
 from epserve.server.doorbell import KEY_BYTES, MAX_CONNECTIONS, MAX_FRAME_BYTES, METHODS
-from tests.support.fake_engine import FakeEngine, LocalExperts, serving
-from tests.support.grpc_calls import until
+from tests.support.fake_engine import FakeEngine, LocalExperts, echo_after, hang, serving
+from tests.support.grpc_calls import in_thread, until
 
-LIMIT_S = 50  # less than the hanging engine's 60
+LIMIT_S = 50
 ONCE = ClientOptions(retry=RetryPolicy(attempts=1))
 
 
@@ -32,14 +32,6 @@ def rung(server) -> float:
         line for line in text.splitlines() if METHODS[0] in line and not line.startswith("#") and "_created" not in line
     ]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
-async def in_thread(function, *arguments, **keywords):
-    return await asyncio.wait_for(asyncio.to_thread(function, *arguments, **keywords), LIMIT_S)
-
-
-async def never(batch):
-    await asyncio.sleep(60)
 
 
 async def test_the_same_answer_as_over_grpc():
@@ -100,7 +92,7 @@ async def test_many_threads_at_once_get_their_own_answers():
 
 
 async def test_a_deadline_ends_the_call_on_both_sides():
-    engine = FakeEngine(never)
+    engine = FakeEngine(hang)
 
     def call(address):
         with (
@@ -117,7 +109,7 @@ async def test_a_deadline_ends_the_call_on_both_sides():
 
 
 async def test_cancelling_a_future_cancels_the_call_and_not_the_next_one():
-    engine = FakeEngine(never)
+    engine = FakeEngine(hang)
 
     def calls(address):
         with Client(address, ONCE) as client, client.register_region(1 << 16) as region:
@@ -146,7 +138,7 @@ async def test_cancelling_a_future_cancels_the_call_and_not_the_next_one():
 
 
 async def test_a_service_that_stops_in_the_middle_is_not_ready():
-    engine, started = FakeEngine(never), threading.Event()
+    engine, started = FakeEngine(hang), threading.Event()
 
     def call(address):
         with Client(address, ONCE) as client, client.register_region(1 << 16) as region:
@@ -209,7 +201,7 @@ async def test_asyncio_has_many_calls_on_one_connection():
             assert len(registration.connections) == 1
             with pytest.raises(UnknownLayer):
                 await client.forward(99, inputs[0], region=region)
-            engine.compute = never
+            engine.compute = hang
             with pytest.raises(DeadlineExceeded):
                 await client.forward(1, inputs[0], region=region, timeout=0.1)
             await until(lambda: not engine.running)
@@ -223,7 +215,7 @@ async def test_asyncio_has_many_calls_on_one_connection():
 
 
 async def test_asyncio_and_a_service_that_stops_or_cannot_be_reached(monkeypatch):
-    engine = FakeEngine(never)
+    engine = FakeEngine(hang)
     async with (
         serving(engine) as server,
         AsyncClient(server.address, ONCE) as client,
@@ -338,12 +330,7 @@ async def test_connections_of_a_key_are_counted():
 
 async def test_more_calls_than_may_run_wait_their_turn():
     gate = asyncio.Event()
-
-    async def held(batch):
-        await gate.wait()
-        return batch.hidden
-
-    engine = FakeEngine(held)
+    engine = FakeEngine(echo_after(gate))
     async with serving(engine, max_in_flight_per_stream=2) as server:
         reader, writer = await asyncio.open_unix_connection("\0" + server._doorbell.name)
         tensor = pb.Tensor(dtype=pb.FP32, shape=(1, 32), data=bytes(128))

@@ -15,7 +15,7 @@ from epserve.client.exchange import OutgoingRequest
 from epserve.engine.planning import Priority
 from epserve.errors import InvalidRequest, NotReady, Overloaded, PermissionDenied, Unauthenticated
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
-from tests.support.fake_engine import FakeEngine, serving
+from tests.support.fake_engine import FakeEngine, echo_after, serving
 from tests.support.grpc_calls import Frames, connect, message, status_of, tensor_of, until
 from tests.support.limited import ONCE, bearer, impatient
 
@@ -67,12 +67,7 @@ class TestService:
 
     async def test_bytes_in_flight_of_one_client(self, tokens):
         release = asyncio.Event()
-
-        async def wait(batch):
-            await release.wait()
-            return batch.hidden
-
-        engine, x = FakeEngine(wait), torch.randn(8, 32)  # 1 KiB
+        engine, x = FakeEngine(echo_after(release)), torch.randn(8, 32)  # 1 KiB
         async with serving(engine, tokens_file=tokens) as server, impatient(server.address, "small") as client:
             first = asyncio.ensure_future(client.forward(1, x))
             await until(lambda: engine.running == 1)

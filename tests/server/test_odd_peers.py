@@ -22,7 +22,7 @@ from epserve.server import server as server_module
 from epserve.server.server import Server
 from epserve.server.watch.history import History
 from tests.server.raw_http2 import RawConnection
-from tests.support.fake_engine import FakeEngine, serving
+from tests.support.fake_engine import FakeEngine, echo_after, serving
 from tests.support.grpc_calls import Frames, connect, status_of, until
 
 
@@ -172,12 +172,7 @@ class TestClocks:
         tokens = tmp_path / "tokens"
         tokens.write_text("t name=t tokens_per_s=100\n")
         gate, real = asyncio.Event(), time.time
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        engine = FakeEngine(wait)
+        engine = FakeEngine(echo_after(gate))
         async with serving(engine, tokens_file=tokens) as server, AsyncClient(server.address, token="t") as client:
             call = asyncio.ensure_future(client.forward(1, torch.ones(10, 32), timeout=60))
             late = asyncio.ensure_future(client.forward(1, torch.ones(1, 32), timeout=2))

@@ -17,7 +17,7 @@ from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
 from epserve.server import regions as regions_module
 from epserve.server.regions import Regions
-from tests.support.fake_engine import FakeEngine, LocalExperts, serving
+from tests.support.fake_engine import FakeEngine, LocalExperts, echo_after, serving
 from tests.support.grpc_calls import connect, status_of, tensor_of, until
 from tests.support.region_calls import SHM, held, name_of, request_in, shared_memory, slice_
 
@@ -253,12 +253,7 @@ class TestService:
 
     async def test_unregistering_in_flight_lets_the_call_finish(self, shm):
         release = asyncio.Event()
-
-        async def wait(batch):
-            await release.wait()
-            return batch.hidden
-
-        engine, x = FakeEngine(wait), torch.randn(4, 32)
+        engine, x = FakeEngine(echo_after(release)), torch.randn(4, 32)
         async with serving(engine) as server, connect(server) as channel:
             stub = pb_grpc.ExpertsStub(channel)
             call = held(stub, shm)

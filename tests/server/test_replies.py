@@ -139,8 +139,7 @@ async def test_replies_tell_what_waiting_and_steps_took():
             record = StepRecord(
                 step=1, layer=1, mode="block", tokens_per_rank=(2,), started=started, ended=ended, parts=(other, part)
             )
-            for callback in engine.step_callbacks:
-                callback(record)
+            engine.tell_step(record)
         return batch.hidden
 
     engine = FakeEngine(in_two_steps)

@@ -17,7 +17,7 @@ from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
 from epserve.protocol import generate
 from epserve.server.server import INFERENCE_SERVICE, SERVICE, Server
-from tests.support.fake_engine import FakeEngine, serving
+from tests.support.fake_engine import FakeEngine, echo_after, hang, serving
 from tests.support.grpc_calls import Frames, connect, message, status_of, tensor_of, until
 from tests.support.observed import WatchedEngine
 
@@ -240,12 +240,7 @@ class TestStartAndStop:
 
     async def test_stopping_finishes_what_was_accepted_and_refuses_the_rest(self):
         gate = asyncio.Event()
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        engine = FakeEngine(wait)
+        engine = FakeEngine(echo_after(gate))
         server = Server(engine, ServerConfig(port=0))
         await server.start()
         async with connect(server) as channel:
@@ -270,9 +265,6 @@ class TestStartAndStop:
         await server.stop()
 
     async def test_stopping_does_not_wait_longer_than_it_may(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         server = Server(engine, ServerConfig(port=0))
         await server.start()

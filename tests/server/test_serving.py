@@ -13,7 +13,7 @@ from epserve.errors import Overloaded, RankFailed
 from epserve.protocol import epserve_pb2 as pb
 from epserve.protocol import epserve_pb2_grpc as pb_grpc
 from epserve.protocol import wire
-from tests.support.fake_engine import FakeEngine, LocalExperts, echo, serving
+from tests.support.fake_engine import FakeEngine, LocalExperts, echo, echo_after, hang, serving
 from tests.support.grpc_calls import Frames, connect, encoded, message, status_of, tensor_of, until
 
 
@@ -141,13 +141,11 @@ class TestForward:
 
     async def test_memory_for_requests_is_bounded(self):
         release = asyncio.Event()
-
-        async def wait(batch):
-            await release.wait()
-            return batch.hidden
-
         x = torch.ones(16, 32)  # 2048 bytes, and as many of the reply
-        async with serving(FakeEngine(wait), max_buffered_bytes=10_000) as server, connect(server) as channel:
+        async with (
+            serving(FakeEngine(echo_after(release)), max_buffered_bytes=10_000) as server,
+            connect(server) as channel,
+        ):
             stub = pb_grpc.ExpertsStub(channel)
             kept = [asyncio.ensure_future(stub.Forward(message(x))) for _ in range(2)]
             await until(lambda: server._calls.admitted == 2)
@@ -250,12 +248,7 @@ class TestStream:
     @pytest.mark.parametrize("frame", [pb.RequestFrame(call=1), None])
     async def test_a_client_that_breaks_the_protocol_loses_its_stream_only(self, frame):
         gate = asyncio.Event()
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        async with serving(FakeEngine(wait)) as server, connect(server) as channel:
+        async with serving(FakeEngine(echo_after(gate))) as server, connect(server) as channel:
             frames, other = Frames(channel), Frames(channel)
             await frames.send(1, torch.ones(1, 32))
             await other.send(1, torch.ones(1, 32))
@@ -281,12 +274,7 @@ class TestStream:
 
     async def test_no_more_than_the_allowed_calls_run_at_once(self):
         gate = asyncio.Event()
-
-        async def wait(batch):
-            await gate.wait()
-            return batch.hidden
-
-        engine = FakeEngine(wait)
+        engine = FakeEngine(echo_after(gate))
         async with serving(engine, max_in_flight_per_stream=3) as server, connect(server) as channel:
             frames = Frames(channel)
             for number in range(10):
@@ -330,9 +318,6 @@ class TestDeadlinesAndCancellation:
                 assert before - 0.1 <= left <= time.monotonic() + 0.1  # what is left travels in coarse units
 
     async def test_an_engine_that_forgets_the_deadline_is_cut_off(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         async with serving(engine) as server, connect(server) as channel:
             error = await status_of(
@@ -361,9 +346,6 @@ class TestDeadlinesAndCancellation:
             await until(lambda: engine.running == 0 and server._calls.in_flight == 0)
 
     async def test_a_thousand_cancels_leave_nothing_behind(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         async with serving(engine) as server, connect(server) as channel:
             stub = pb_grpc.ExpertsStub(channel)
@@ -383,9 +365,6 @@ class TestDeadlinesAndCancellation:
             await until(lambda: not any("Forward" in repr(task) for task in asyncio.all_tasks()))
 
     async def test_a_cancelled_stream_cancels_its_calls(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         async with serving(engine) as server, connect(server) as channel:
             frames, other = Frames(channel), Frames(channel)

@@ -33,18 +33,6 @@ def client_of(engine: FakeEngine, options: ClientOptions = QUICK, **config):
         yield client
 
 
-def hang_until(event: asyncio.Event):
-    async def compute(batch):
-        await event.wait()
-        return batch.hidden
-
-    return compute
-
-
-async def hang(batch):
-    await asyncio.sleep(60)
-
-
 class Flaky:
     """Fails a number of times with an error, then answers."""
 

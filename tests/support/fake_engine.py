@@ -50,18 +50,33 @@ async def echo(batch: Batch) -> torch.Tensor:
     return batch.hidden
 
 
+def echo_after(gate: asyncio.Event) -> Compute:
+    """Returns an `echo` that waits for the gate first."""
+
+    async def held(batch: Batch) -> torch.Tensor:
+        await gate.wait()
+        return batch.hidden
+
+    return held
+
+
+async def hang(batch: Batch) -> torch.Tensor:
+    """Answers later than any test waits."""
+    await asyncio.sleep(600)
+    return batch.hidden
+
+
 class FakeEngine(EngineFace):
     """An engine without ranks. `compute` may be replaced at any time; `seen` keeps what came."""
 
     def __init__(self, compute: Compute = echo, **info):
+        super().__init__()
         self.info = tiny_info(**info)
         self.compute = compute
         self.seen: list[Batch] = []
         self.running = 0
         self.cancelled = 0
         self._state = "serving"
-        self._callbacks: list[Callable] = []
-        self.step_callbacks: list[Callable] = []
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -92,14 +107,10 @@ class FakeEngine(EngineFace):
 
     def set_state(self, state: str) -> None:
         self._state = state
-        for callback in self._callbacks:
-            callback(state)
+        self._tell_state(state)
 
-    def on_state_change(self, callback: Callable) -> None:
-        self._callbacks.append(callback)
-
-    def on_step(self, callback: Callable) -> None:
-        self.step_callbacks.append(callback)
+    def tell_step(self, record) -> None:
+        self._tell_step(record)
 
     def status(self) -> SimpleNamespace:
         rank = SimpleNamespace(

@@ -51,7 +51,7 @@ class ScheduledEngine(FakeEngine):
         super().__init__(self._compute)
         self.ranks = FakeRanks()
         self.scheduler = Scheduler(SchedulerConfig(), self.ranks)
-        self.scheduler.on_step = lambda record: [callback(record) for callback in self.step_callbacks]
+        self.scheduler.on_step = self.tell_step
 
     async def _compute(self, batch):
         return await self.scheduler.submit(batch)

@@ -38,10 +38,15 @@ async def status_of(call) -> grpc.aio.AioRpcError:
 
 
 async def until(condition, timeout_s: float = 30.0) -> None:
-    """Below the 60 s that the tests' hanging engines hang, far above what a starved machine needs."""
+    """Waits for a condition, far longer than a starved machine needs."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def in_thread(function, *arguments, **keywords):
+    """Runs a blocking function beside the event loop. The limit only ends a hang."""
+    return await asyncio.wait_for(asyncio.to_thread(function, *arguments, **keywords), 200)
 
 
 class Frames:

@@ -64,8 +64,7 @@ class WatchedEngine(FakeEngine):
     async def _compute(self, batch):
         for expert in range(8):
             self.loads[batch.layer][expert] += expert * batch.num_tokens
-        for callback in self.step_callbacks:
-            callback(record(len(self.seen), layer=batch.layer, tokens=(batch.num_tokens, 0), traces=(batch.trace,)))
+        self.tell_step(record(len(self.seen), layer=batch.layer, tokens=(batch.num_tokens, 0), traces=(batch.trace,)))
         return batch.hidden
 
     def status(self):

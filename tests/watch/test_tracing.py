@@ -107,8 +107,7 @@ async def test_times_of_the_parts_lie_inside_their_request(server_side):
     async def compute(batch):
         queued = record(seconds=0.02, waited=0.0)
         await asyncio.sleep(0.05)
-        for callback in engine.step_callbacks:
-            callback(record(seconds=0.02, waited=0.01, traces=(batch.trace,), phases=queued.phases))
+        engine.tell_step(record(seconds=0.02, waited=0.01, traces=(batch.trace,), phases=queued.phases))
         return batch.hidden
 
     engine = FakeEngine(compute)

@@ -22,7 +22,7 @@ from epserve.protocol import inference_pb2 as kserve
 from epserve.protocol import inference_pb2_grpc as kserve_grpc
 from epserve.server.codec import Door
 from epserve.server.kserve.messages import to_forward_request
-from tests.support.fake_engine import FakeEngine, LocalExperts, serving, tiny_info
+from tests.support.fake_engine import FakeEngine, LocalExperts, hang, serving, tiny_info
 from tests.support.grpc_calls import connect, status_of, until
 
 Input = kserve.ModelInferRequest.InferInputTensor
@@ -250,9 +250,6 @@ class TestModelInfer:
                 assert engine.seen[0].priority == priority
 
     async def test_its_own_timeout_counts(self):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         async with serving(FakeEngine(hang)) as server, connect(server) as channel:
             request = infer(hidden_input(self.X), raw=[self.RAW], parameters={"timeout": {"int64_param": 50_000}})
             error = await status_of(kserve_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request))
@@ -260,9 +257,6 @@ class TestModelInfer:
 
     @pytest.mark.parametrize("requests", [3, 20], ids=["all read", "more than are read"])
     async def test_a_stream_that_is_cancelled_leaves_nothing(self, requests):
-        async def hang(batch):
-            await asyncio.sleep(60)
-
         engine = FakeEngine(hang)
         async with serving(engine, max_in_flight_per_stream=4) as server, connect(server) as channel:
             call = kserve_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()

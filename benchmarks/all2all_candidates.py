@@ -12,7 +12,6 @@ import triton
 
 from epserve import all2all
 from epserve.all2all.nvlink import NvlinkPrepareAndFinalize
-from epserve.all2all.transport.symmetric import SharedFiles
 from epserve.modular_kernel import (
     ExpertLayout,
     ExpertShape,
@@ -25,6 +24,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks, quantise_blocks
+from tests.all2all.shared_files import SharedFiles
 
 HIGH_THROUGHPUT_BYTES = 1 << 30  # DeepEP's NVLink buffer
 LOW_LATENCY_TOKENS = 256  # per rank: the capacity that low-latency buffers are laid out for

@@ -100,19 +100,6 @@ def reference_block(path: Path | str, layer: int) -> Callable[[torch.Tensor], to
     return run
 
 
-def reference_gradient(path: Path | str, layer: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`(M, K)` rows and `(M, K)` gradients of their results -> the rows' gradient by transformers' own block of `layer`."""
-    block = reference_module(path, layer).requires_grad_(False)
-
-    def run(x_MK: torch.Tensor, g_MK: torch.Tensor) -> torch.Tensor:
-        leaf = x_MK.detach().requires_grad_()
-        out = block(leaf.unsqueeze(0))
-        y_MK = (out[0] if isinstance(out, tuple) else out).reshape(x_MK.shape)
-        return torch.autograd.grad(y_MK, leaf, g_MK)[0]
-
-    return run
-
-
 def _random(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns normal values. Matrices are scaled by 1/sqrt(columns), and each expert by a factor of 1/2 .. 2."""
     values = torch.randn(tensor.shape, generator=generator)

@@ -41,6 +41,8 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
 
+from .shared_files import SharedFiles
+
 SMALL = Tiling(programs=3, warps=4, block=128)
 PROVIDERS = {
     provider.name: provider
@@ -52,7 +54,7 @@ class InterpretedNvlink(NvlinkPrepareAndFinalize):
     """The same kernels on CPU ranks."""
 
     capability = dataclasses.replace(NvlinkPrepareAndFinalize.capability, devices=frozenset({"cpu"}))
-    providers = (symmetric.SharedFiles,)
+    providers = (SharedFiles,)
     tilings = Tilings(
         few_tokens=2,
         dispatch_few=SMALL,

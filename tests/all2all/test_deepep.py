@@ -40,6 +40,7 @@ from tests.support.cases import CASES, TOLERANCE, make_inputs, reference
 from tests.support.ranks import num_places, run_ranks
 
 from . import fake_deep_ep
+from .shared_files import SharedFiles
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXPERTS = {"deepep_ht": LoopExperts, "deepep_ll": BatchedLoopExperts, "nvshmem": LoopExperts}
@@ -62,7 +63,7 @@ def manager_on_cpu(name: str, ranks: RankContext):
     pf = manager.prepare_finalize
     changed = {"capability": dataclasses.replace(pf.capability, devices=frozenset({"cpu"}))}
     if name == "nvshmem":
-        changed |= {"provider": symmetric.SharedFiles, "barrier": lambda self: dist.barrier(self.ranks.group)}
+        changed |= {"provider": SharedFiles, "barrier": lambda self: dist.barrier(self.ranks.group)}
     return type(f"{manager.__name__}OnCpu", (manager,), {"prepare_finalize": type(pf.__name__, (pf,), changed)})(ranks)
 
 

@@ -27,6 +27,7 @@ from epserve.modular_kernel import (
 )
 
 from .nvlink_model import Protocol, alternating, search, two_in_flight
+from .shared_files import SharedFiles
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -188,7 +189,7 @@ def test_an_expired_wait_says_who_where_and_how_long():
     assert "another rank" in _explain((4 + 1) << 32 | 7, ranks)
 
 
-class _Broken(symmetric.SharedFiles):
+class _Broken(SharedFiles):
     name = "broken"
 
     @classmethod
@@ -196,7 +197,7 @@ class _Broken(symmetric.SharedFiles):
         raise RuntimeError("out of luck")
 
 
-class _Missing(symmetric.SharedFiles):
+class _Missing(SharedFiles):
     name = "missing"
 
     @classmethod
@@ -206,7 +207,7 @@ class _Missing(symmetric.SharedFiles):
 
 def test_symmetric_memory_comes_from_the_first_provider_that_works():
     ranks = RankContext()
-    region = symmetric.allocate(ranks, 4096, (_Missing, _Broken, symmetric.SharedFiles))
+    region = symmetric.allocate(ranks, 4096, (_Missing, _Broken, SharedFiles))
     assert region.provider == "shared files" and region.addresses == (region.mine.data_ptr(),)
     assert not region.mine.any()
     region.release(True)
@@ -229,7 +230,7 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
 def test_slots_do_not_depend_on_what_was_in_flight_before():
     """Ranks capture graphs at moments of their own: the same graph must have the same slots on each."""
     options = PrepareFinalizeOptions(max_tokens_per_rank=2, batches_in_flight=2)
-    heap = Heap(RankContext(), spec_of(hidden=16, num_experts=8, ranks=1), options, (symmetric.SharedFiles,))
+    heap = Heap(RankContext(), spec_of(hidden=16, num_experts=8, ranks=1), options, (SharedFiles,))
     for order in ((0, 1), (1, 0)):
         taken = [heap.take(), heap.take()]
         assert [slot.index for slot in taken] == [0, 1]

@@ -35,6 +35,7 @@ from tests.support.cases import reference
 from tests.support.ranks import RANKS_PER_GPU, cluster_section, num_places, run_ranks
 
 from . import test_gpu_service
+from .padded import padded_eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,7 +128,7 @@ def graphs_on_ranks(ranks: RankContext, pf_name: str, experts_name: str, in_flig
             bucket, (of_layer, shared) = graphs.bucket(counts), layers[key]
             x, routing = batch_of(spec, counts[ranks.rank], 100 * step + ranks.rank, ranks.device)
             replayed = graphs.replay(key, bucket, x, routing)
-            eager = graphs.padded_eager(runs[key], bucket, x, routing)
+            eager = padded_eager(graphs, runs[key], bucket, x, routing)
             plain = kernel.forward(x, routing, weights=of_layer, tokens_per_rank=counts, shared_experts=shared)
             kernel.prepare_finalize.check()
             assert torch.equal(replayed, eager), f"step {step}, {counts} tokens in bucket {bucket}: other bits"
@@ -202,7 +203,7 @@ def captures_after_trouble(ranks: RankContext, trouble: str) -> None:
             assert memory_comes_back(ranks.device), "the allocator takes the broken capture for one under way"
         graphs.capture("c", run)
         again = graphs.replay("c", 8, x, routing)
-        assert torch.equal(again, graphs.padded_eager(run, 8, x, routing))
+        assert torch.equal(again, padded_eager(graphs, run, 8, x, routing))
         assert all(torch.equal(again, each) for each in kept)
     manager.destroy()
 

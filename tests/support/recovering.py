@@ -9,6 +9,7 @@ import torch
 from epserve.config import parse_config
 from epserve.engine.engine import Batch, Engine
 from epserve.errors import RankFailed
+from epserve.models.demo import reference_module
 from tests.support.checkpoints import LAYER
 from tests.support.ranks import cluster_section
 
@@ -96,3 +97,16 @@ async def spare(engine):
 
 def pids(engine):
     return [rank.pid for rank in engine.status().ranks]
+
+
+def reference_gradient(path, layer):
+    """`(M, K)` rows and `(M, K)` gradients of their results -> the rows' gradient by transformers' own block of `layer`."""
+    block = reference_module(path, layer).requires_grad_(False)
+
+    def run(x_MK: torch.Tensor, g_MK: torch.Tensor) -> torch.Tensor:
+        leaf = x_MK.detach().requires_grad_()
+        out = block(leaf.unsqueeze(0))
+        y_MK = (out[0] if isinstance(out, tuple) else out).reshape(x_MK.shape)
+        return torch.autograd.grad(y_MK, leaf, g_MK)[0]
+
+    return run

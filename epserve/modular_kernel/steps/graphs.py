@@ -282,15 +282,6 @@ class StepGraphs:
         self.replays += 1
         return batch.out_MK[: x_MK.shape[0]].clone()
 
-    def padded_eager(
-        self, run: Run, bucket: int, x_MK: torch.Tensor, routing: Routing | None = None, *, first: int = 0
-    ) -> torch.Tensor:
-        """Runs the same padded batch without a graph. `replay` must equal it bit for bit. Collective."""
-        batch = self._batch(bucket)
-        batch.fill(x_MK, routing, first)
-        self._run(batch, run)
-        return batch.out_MK[: x_MK.shape[0]].clone()
-
     def _batch(self, bucket: int) -> StaticBatch:
         if bucket not in self._batches:
             self._batches[bucket] = StaticBatch(bucket, self.spec, self.ranks.device, ids_dtype=self.ids_dtype)

@@ -50,7 +50,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 class HungryRank(RankActor):
     """A rank that can be told to run out of memory."""
 
-    def _starve(self) -> None:
+    def starve(self) -> None:
         """No more address space than now, and what its allocators keep in reserve is used up."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize()
@@ -178,7 +178,7 @@ class Chaos:
         return False
 
     async def _memory(self, pool, victims) -> bool:
-        await pool.members[victims[0]].call("starve", timeout=HANG_S)
+        await pool.members[victims[0]].call(HungryRank.starve, timeout=HANG_S)
         return True
 
     async def _move(self, pool, victims) -> bool:

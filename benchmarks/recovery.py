@@ -51,7 +51,7 @@ TOLERANCE = {torch.float32: (1e-5, 0.0), torch.bfloat16: (1.5e-2, 0.05)}
 class MortalRank(RankActor):
     """A rank that can be told to end itself, as `kill -9` does, when it enters a phase of its next step."""
 
-    def _die_in(self, phase: str, note: str) -> None:
+    def die_in(self, phase: str, note: str) -> None:
         """note: a file for the moment of death, time.monotonic() seconds, which all processes of a machine share."""
         assert self._worker is not None
         clock, enter = self._worker.clock, self._worker.clock.enter
@@ -144,7 +144,7 @@ class Bench:
         noticed = asyncio.ensure_future(self.until(lambda: self.engine.state() != "serving"))
         if kind in PHASES:
             note = self.notes / f"{kind}-{number}"
-            (outcome,) = [await pool.members[victims[0]].call("die_in", kind, str(note), timeout=10)]
+            (outcome,) = [await pool.members[victims[0]].call(MortalRank.die_in, kind, str(note), timeout=10)]
             assert outcome.failure is None, outcome.failure
             first = asyncio.ensure_future(self.ask())  # it takes the rank along, and is answered by the others
             await self.until(lambda: note.exists() and note.read_text())

@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from epserve.errors import ConfigError, EpserveError, NotReady, OperatorError
 from epserve.link.failure import root_cause
 from epserve.modular_kernel import ExpertLayout
+from epserve.rank.actor import RankActor
 from epserve.rank.placement import Placement
 from epserve.rank.setup import plan as rank_plan
 from epserve.rank.setup.balance import ONE_HOST, Hosts, propose
@@ -187,7 +188,7 @@ class Changes:
         limit = pool.config.cluster.start_timeout_s
         try:
             holders = await find_holders(members, (), pool.arrangement, (layer,))
-            staged = await call_all(members, "stage", layer, placement, holders, timeout=limit, background=True)
+            staged = await call_all(members, RankActor.stage, layer, placement, holders, timeout=limit, background=True)
         except EpserveError:
             await self._unstage(layer)
             raise
@@ -203,12 +204,14 @@ class Changes:
         self._counted[layer] = pool.load.of_layer(layer)
         await pool.steps_done()
         # If a rank is lost here, the others arrange themselves anew and take the experts that they have staged.
-        await call_all(members, "adopt", layer, placement.version, timeout=limit, background=True)
+        await call_all(members, RankActor.adopt, layer, placement.version, timeout=limit, background=True)
         return True
 
     async def _unstage(self, layer: int) -> None:
         members, limit = list(self._ranks.members), self._ranks.config.cluster.start_timeout_s
-        await asyncio.gather(*(member.call("unstage", layer, timeout=limit, background=True) for member in members))
+        await asyncio.gather(
+            *(member.call(RankActor.unstage, layer, timeout=limit, background=True) for member in members)
+        )
 
     async def _timer(self, pause: float) -> None:
         while True:
@@ -327,12 +330,12 @@ class Changes:
         They come from the checkpoint, or from other ranks if the checkpoint has changed. Raises CheckpointError, NotReady.
         """
         limit = self._ranks.config.cluster.start_timeout_s
-        beyond = await call_all(staying, "out_of_reach", arrangement, timeout=limit, background=True)
+        beyond = await call_all(staying, RankActor.out_of_reach, arrangement, timeout=limit, background=True)
         if layers := sorted({layer for each in beyond for layer in each}):
             holders = await find_holders(self._ranks.members, (), self._ranks.arrangement, layers)
             outcomes = await asyncio.gather(
                 *(
-                    member.call("secure", arrangement, each, holders, timeout=limit, background=True)
+                    member.call(RankActor.secure, arrangement, each, holders, timeout=limit, background=True)
                     for member, each in zip(staying, beyond, strict=True)
                 )
             )
@@ -343,7 +346,9 @@ class Changes:
         limit = self._ranks.config.cluster.start_timeout_s
         alive = [member for member in staying if member.alive]
         for layer in arrangement.placements:
-            await asyncio.gather(*(each.call("unstage", layer, timeout=limit, background=True) for each in alive))
+            await asyncio.gather(
+                *(each.call(RankActor.unstage, layer, timeout=limit, background=True) for each in alive)
+            )
 
     def lose(self, ranks: Collection[int]) -> None:
         """Notes that these ranks are gone and the others go on. `grow_back` follows. Newcomers get the last numbers."""

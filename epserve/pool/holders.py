@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from epserve.link.door import LinkAddress
+from epserve.rank.actor import RankActor
 from epserve.rank.step import Arrangement
 from epserve.rank.weights.newcomers import Holders
 
@@ -34,7 +35,7 @@ async def find_holders(
     nodes = {each.facts.node_id if each.facts is not None else None for each in [*serving, *new]}
     local = len(nodes) == 1 and None not in nodes
     silent = [each for each in serving if each.hands_out is None or (not each.hands_out.host and not local)]
-    addresses = await call_all(silent, "hand_out", local, timeout=HAND_OUT_TIMEOUT_S, background=True)
+    addresses = await call_all(silent, RankActor.hand_out, local, timeout=HAND_OUT_TIMEOUT_S, background=True)
     for member, address in zip(silent, addresses, strict=True):
         member.hands_out = address
     slices = present.config.engine.tensor_parallel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -28,6 +28,7 @@ from .agent import NodeAgent
 from .ray_cluster import Place
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 GROUPS = {"work": 1, "background": 1, "control": 2}
 KILL_TIMEOUT_S = 2.0
@@ -88,7 +89,7 @@ class Member:
         """Moves a standby into a place that a process left. The next call reports an error of this one."""
         assert place.last is not None
         self.rank, self.place, self.stood_by = rank, place, True
-        self.actor.call.remote("occupy", place.last)
+        self.actor.call.remote(RankActor.occupy.__name__, place.last)
 
     @property
     def alive(self) -> bool:
@@ -100,21 +101,23 @@ class Member:
             return "not placed yet"
         return f"node {self.facts.node_ip}, process {self.facts.pid}, {self.facts.gpu_uuid or self.facts.device}"
 
-    async def call(self, method: str, *args, timeout: float, background: bool = False) -> Outcome:
-        """Calls a method of the actor. Never raises: a process that is gone or silent is a failure like any other."""
-        remote = self.actor.background if background else self.actor.call
+    async def call(self, method: Callable, *args, timeout: float, background: bool = False) -> Outcome:
+        """Calls a method of `RankActor`. Never raises: a process that is gone or silent is a failure like any other."""
+        remote, name = self.actor.background if background else self.actor.call, method.__name__
         try:
-            return await answer(remote.remote(method, *args), timeout)
+            return await answer(remote.remote(name, *args), timeout)
         except TimeoutError:
-            return self._failed(method, f"no answer within {timeout:g} s", consequence=True)
+            return self._failed(name, f"no answer within {timeout:g} s", consequence=True)
         except RayError as error:
-            return self._failed(method, f"process gone ({_reason(error)})", consequence=False)
+            return self._failed(name, f"process gone ({_reason(error)})", consequence=False)
 
     async def take_over(self, arrangement: Arrangement, welcome: Any, here: str, *, timeout: float) -> Any:
         """Makes a spare or standby a rank. Returns its facts, its address and its report. Raises an EpserveError."""
         assert self.facts is not None
         local = self.facts.node_id == here
-        (answered,) = await call_all([self], "take_over", arrangement, welcome, local, timeout=timeout, numbered=True)
+        (answered,) = await call_all(
+            [self], RankActor.take_over, arrangement, welcome, local, timeout=timeout, numbered=True
+        )
         return answered
 
     async def ping(self, timeout: float) -> bool:
@@ -159,13 +162,18 @@ def _actor_class() -> Any:
 
 
 async def call_all(
-    members: Sequence[Member], method: str, *args, timeout: float, numbered: bool = False, background: bool = False
-) -> list[Any]:
+    members: Sequence[Member],
+    method: Callable[..., R],
+    *args,
+    timeout: float,
+    numbered: bool = False,
+    background: bool = False,
+) -> list[R]:
     """Calls a method of all members at once. Returns their values, or raises the root cause of all failures.
 
     Args:
         members: the members to call.
-        method: name of the actor's method.
+        method: a method of `RankActor`.
         args: its arguments.
         timeout: in seconds.
         numbered: each member gets its rank before the other arguments.

@@ -24,6 +24,7 @@ from epserve.config import Config
 from epserve.errors import ConfigError, EpserveError
 from epserve.link.shm import Arena
 from epserve.models import ModelInfo, Stamp
+from epserve.rank.actor import RankActor
 from epserve.rank.setup.plan import RankPlan
 from epserve.rank.step import StepPlan, StepResult
 
@@ -128,7 +129,7 @@ class Pool(Ranks):
             await _ended([self._reserving], cancel=False)
         if ray.is_initialized():
             with contextlib.suppress(EpserveError):  # a rank that cannot close is killed below
-                await call_all(self.members, "close", timeout=CLOSE_TIMEOUT_S)
+                await call_all(self.members, RankActor.close, timeout=CLOSE_TIMEOUT_S)
             for member in self.members:
                 member.discard()
             self.agents.close()

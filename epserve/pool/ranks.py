@@ -29,6 +29,7 @@ from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
 from epserve.models import ModelInfo, Stamp
 from epserve.modular_kernel.measured.known_times import KnownTable
+from epserve.rank.actor import RankActor
 from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
 from epserve.rank.placement import Placement
@@ -300,7 +301,7 @@ class Ranks:
     async def locate(self, new: Sequence[Member]) -> None:
         """Asks newcomers where they are. Spares have told it before."""
         strange = [member for member in new if member.facts is None or member.facts.location is None]
-        found = await call_all(strange, "locate", timeout=self.config.cluster.start_timeout_s, numbered=True)
+        found = await call_all(strange, RankActor.locate, timeout=self.config.cluster.start_timeout_s, numbered=True)
         for member, facts in zip(strange, found, strict=True):
             member.facts = facts
         known = [each.facts for each in {*self.members, *new} if each.facts is not None]
@@ -361,16 +362,16 @@ class Ranks:
         self.standbys.argument = tuple(path.chosen for path in self.plan.paths)
         address, _ = await asyncio.gather(
             self._group_address(),
-            call_all(self.members, "leave", self.arrangement, timeout=limit, numbered=True),
+            call_all(self.members, RankActor.leave, self.arrangement, timeout=limit, numbered=True),
         )
         if marks is not None:
             marks.add("leave")
-        parts = await call_all(self.members, "join", address, timeout=limit)
+        parts = await call_all(self.members, RankActor.join, address, timeout=limit)
         if marks is not None:
             marks.add("join")
             slowest: dict[str, float] = max(parts, key=lambda each: sum(each.values()))
             marks.seconds.update(slowest)
-        explained = await call_all(self.members, "explain", timeout=limit)
+        explained = await call_all(self.members, RankActor.explain, timeout=limit)
         self.explanation = explained[0].notes
         for member, each in zip(self.members, explained, strict=True):
             self._times |= {table.key: table for table in each.times}

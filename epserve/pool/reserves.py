@@ -15,6 +15,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from epserve.rank.actor import RankActor
+from epserve.rank.reports import RankFacts
+
 from .members import Member
 
 log = logging.getLogger(__name__)
@@ -32,13 +35,13 @@ class Kind:
     """
 
     name: str
-    method: str
+    method: Callable[..., RankFacts]
     delay_s: float
     retry_s: float
 
 
-SPARE = Kind(name="spare", method="warm", delay_s=1.0, retry_s=5.0)
-STANDBY = Kind(name="standby", method="stand_by", delay_s=1.5, retry_s=30.0)  # spares come first
+SPARE = Kind(name="spare", method=RankActor.warm, delay_s=1.0, retry_s=5.0)
+STANDBY = Kind(name="standby", method=RankActor.stand_by, delay_s=1.5, retry_s=30.0)  # spares come first
 
 
 class Reserve:

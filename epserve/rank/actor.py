@@ -87,7 +87,7 @@ class RankActor:
 
     def _run_method(self, method: str, *args) -> Outcome:
         try:
-            return Outcome(value=getattr(self, "_" + method)(*args))
+            return Outcome(value=getattr(self, method)(*args))
         except Exception as error:
             failure = from_exception(error, rank=self._rank, phase=method)
         if method == "join":
@@ -134,7 +134,7 @@ class RankActor:
         if self._device.type == "cuda":
             groups.leave(self._device)
 
-    def _stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
+    def stand_by(self, chosen: tuple[Chosen, ...]) -> RankFacts:
         """Does the slow work that needs neither device nor weights: imports. The GPU is not known yet."""
         torch.set_num_threads(1)
         try:
@@ -153,11 +153,11 @@ class RankActor:
         gc.freeze()
         return self._facts("", placed=False)
 
-    def _occupy(self, before_me: RankFacts) -> None:
+    def occupy(self, before_me: RankFacts) -> None:
         """Takes the place of a process that is gone. `set_up` or `warm` comes next and takes its device."""
         self._before_me = before_me
 
-    def _warm(self, welcome: Welcome) -> RankFacts:
+    def warm(self, welcome: Welcome) -> RankFacts:
         """Does the slow work that needs no rank: imports, the device, the checkpoint's headers, perhaps its weights."""
         uuid = self._take_device()
         checkpoint = None
@@ -181,10 +181,10 @@ class RankActor:
         gc.freeze()
         return self._facts(uuid)
 
-    def _take_over(
+    def take_over(
         self, rank: int, arrangement: Arrangement, welcome: Welcome, local: bool
     ) -> tuple[RankFacts, LinkAddress, LoadReport]:
-        return self._set_up(rank, arrangement, welcome), self._listen(local), self._load()
+        return self.set_up(rank, arrangement, welcome), self.listen(local), self.load()
 
     def _take_device(self) -> str:
         """Takes the device. Returns the GPU's id, empty on a CPU."""
@@ -208,12 +208,12 @@ class RankActor:
             )
         return uuid
 
-    def _locate(self, rank: int) -> RankFacts:
+    def locate(self, rank: int) -> RankFacts:
         """Takes the device and tells where this process is. It comes before the ranks' backends are chosen."""
         self._rank = rank
         return self._facts(self._take_device())
 
-    def _set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
+    def set_up(self, rank: int, arrangement: Arrangement, welcome: Welcome | None = None) -> RankFacts:
         self._take_place(rank, arrangement)
         uuid = self._take_device()
         # A spare opened it before, which suffices for its copies.
@@ -246,11 +246,11 @@ class RankActor:
             location=self._location,
         )
 
-    def _load(self) -> LoadReport:
+    def load(self) -> LoadReport:
         assert self._worker is not None
         return self._worker.load()
 
-    def _listen(self, local: bool) -> LinkAddress:
+    def listen(self, local: bool) -> LinkAddress:
         """Opens the data path, on this machine only or on the node's address."""
         if self._server is not None:
             self._server.close()
@@ -272,7 +272,7 @@ class RankActor:
         """Returns this rank's GPU as lanes need it, where the configuration has them."""
         return CudaDevice() if self._device.type == "cuda" and self._config.server.gpu_lanes else None
 
-    def _join(self, address: GroupAddress) -> dict[str, float]:
+    def join(self, address: GroupAddress) -> dict[str, float]:
         """Joins a new process group, builds the kernel on it and warms up. Collective. Returns the seconds of each part."""
         assert self._worker is not None
         with self._steps.between():
@@ -312,7 +312,7 @@ class RankActor:
         self._cores_note = (f"threads: {share.threads}, {self._host.usable} cores among {sharers} ranks{bound}",)
         log.info("rank %d: %s", self._rank, *self._cores_note)
 
-    def _leave(self, rank: int, arrangement: Arrangement) -> None:
+    def leave(self, rank: int, arrangement: Arrangement) -> None:
         """Leaves the group, and takes another place if one is given. Joining comes next."""
         assert self._worker is not None
         with self._steps.between():
@@ -320,19 +320,19 @@ class RankActor:
             self._take_place(rank, arrangement)
             self._worker.arrange(rank, arrangement)
 
-    def _hand_out(self, local: bool) -> LinkAddress:
+    def hand_out(self, local: bool) -> LinkAddress:
         """Lets other ranks take this rank's experts, from this machine only or at the node's address."""
         assert self._worker is not None
         if self._experts is not None:
             self._experts.close()
-        self._experts = ExpertServer(self._worker.held, host="" if local else ray.util.get_node_ip_address())
+        self._experts = ExpertServer(self._worker.weights.held, host="" if local else ray.util.get_node_ip_address())
         return self._experts.address
 
-    def _stage(self, layer: int, placement: Placement, holders: Sequence[Holders]) -> dict[str, int] | None:
+    def stage(self, layer: int, placement: Placement, holders: Sequence[Holders]) -> dict[str, int] | None:
         """Stages a layer. Returns the number of experts by source, or None when there is no memory. `holders` is by slice."""
         worker = self._worker
         assert worker is not None
-        source = PeerSource(worker.held, holders[self._rank % len(holders)][layer], fallback=worker)
+        source = PeerSource(worker.weights.held, holders[self._rank % len(holders)][layer], fallback=worker)
         if not worker.stage(layer, placement, source=source):
             return None
         with self._steps.between():  # between two steps
@@ -340,11 +340,11 @@ class RankActor:
             self._steps.lanes.refresh()
         return dict(source.came_from)
 
-    def _out_of_reach(self, arrangement: Arrangement) -> tuple[int, ...]:
+    def out_of_reach(self, arrangement: Arrangement) -> tuple[int, ...]:
         assert self._worker is not None
         return self._worker.out_of_reach(self._rank, arrangement)
 
-    def _secure(self, arrangement: Arrangement, layers: Sequence[int], holders: Sequence[Holders]) -> None:
+    def secure(self, arrangement: Arrangement, layers: Sequence[int], holders: Sequence[Holders]) -> None:
         """Takes the experts of `layers` from other ranks before `leave`, since the checkpoint cannot be read.
 
         `holders` is by slice.
@@ -352,30 +352,32 @@ class RankActor:
         worker, mine = self._worker, holders[self._rank % len(holders)]
         assert worker is not None
         for layer in layers:
-            worker.secure(self._rank, arrangement, PeerSource(worker.held, mine[layer], fallback=worker), (layer,))
+            worker.secure(
+                self._rank, arrangement, PeerSource(worker.weights.held, mine[layer], fallback=worker), (layer,)
+            )
 
-    def _explain(self) -> Standing:
+    def explain(self) -> Standing:
         worker = self._worker
         assert worker is not None
         notes = (*worker.explain(), *self._cores_note, *filter(None, [self._steps.lanes.note]))
         return Standing(
             notes=notes, choices=worker.experts_choices(), backends=worker.plan.chosen.names,
-            weights_bytes=worker.weights_bytes, times=worker.known.tables,
+            weights_bytes=worker.weights.nbytes, times=worker.known.tables,
         )  # fmt: skip
 
-    def _adopt(self, layer: int, version: int) -> None:
+    def adopt(self, layer: int, version: int) -> None:
         assert self._worker is not None
         with self._steps.between():  # between two steps
             self._worker.adopt(layer, version)
             self._steps.lanes.refresh()
 
-    def _unstage(self, layer: int) -> None:
+    def unstage(self, layer: int) -> None:
         assert self._worker is not None
         with self._steps.between():
             self._worker.unstage(layer)
             self._steps.lanes.refresh()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Collective."""
         with self._steps.between():
             for server in (self._server, self._experts):

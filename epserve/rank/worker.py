@@ -13,10 +13,9 @@ worker.close()                    collective
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,7 +32,7 @@ from epserve.process.phases import IDLE, PhaseClock
 
 from .device_facts import compile_counter, free_bytes, held_bytes, peak_bytes
 from .expert_load import LoadCounter
-from .gate import BLOCK, fitted, modes_of, whole
+from .gate import BLOCK, modes_of, whole
 from .gate import warm_up as warm_up_gate
 from .layer_kernels import LayerKernels
 from .layer_step import LayerStep
@@ -42,20 +41,10 @@ from .reports import Loading
 from .setup import plan as rank_plan
 from .setup.topology import Topology
 from .step import Arrangement, Counters, LayerSource, LoadReport, Rows, StepPlan, check_tensors
+from .weights.held import HeldLayers, Staged
 
 WARM_UP_TOKENS = 2  # per rank and layer: enough to touch every code path, cheap for sixty layers
 STAGING_MARGIN = 1.25  # free memory / bytes of one layer: other allocations that grow meanwhile must not fail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Staged:
-    """A layer of the next placement. `experts` names the experts that were read, also after the rank's number changes."""
-
-    placement: Placement
-    experts: tuple[int, ...]
-    weights: LayerWeights
-    prepared: bool = True
-    """Whether the experts class has prepared these weights."""
 
 
 class Worker:
@@ -97,7 +86,7 @@ class Worker:
         self.plan = rank_plan.plan_ranks(config, self.info, device=ranks.device.type, topology=topology)
         self.checkpoint.serve_as(self.plan.served)
         self._source = peers or self._sliced(source or self.checkpoint)
-        self.placements = dict(placements or dict.fromkeys(self.plan.layers, self.plan.placement))
+        self.weights = HeldLayers(self.info, placements or dict.fromkeys(self.plan.layers, self.plan.placement))
         self.clock = PhaseClock(ranks.device)
         self.counters = Counters()
         self.loading: Loading | None = None
@@ -105,12 +94,6 @@ class Worker:
         self.left_out: dict[int, tuple[int, ...]] = {}
         """Part of the last step -> the experts that its tokens chose and that no rank holds."""
         self.load_counter = LoadCounter(self.plan.layers, self.info.num_experts, ranks.device)
-        self._layers: dict[int, LayerWeights] = {}
-        self._experts: dict[int, tuple[int, ...]] = {}
-        """Logical ids of the experts in `_layers`, in slot order. They stay true when arrange() fails halfway."""
-        self._staged: dict[int, _Staged] = {}
-        self._arranging = threading.Lock()  # threads that serve other ranks call `held`
-        self._unprepared: set[int] = set()  # layers whose experts the experts class has not seen yet
         self.known = KnownTimes()
         """Times that this rank measured, for this arrangement and earlier ones, and times that other ranks reported."""
         if times is not None:
@@ -134,6 +117,11 @@ class Worker:
         return counter.num_late if counter is not None else 0
 
     @property
+    def placements(self) -> Mapping[int, Placement]:
+        """The present placement of each layer."""
+        return self.weights.placements
+
+    @property
     def experts(self) -> tuple[int, ...]:
         """Logical ids of this rank's slots, in the first layer served."""
         return self.placements[self.plan.layers[0]].experts_of(self.ranks.rank)
@@ -146,7 +134,7 @@ class Worker:
             self.loading = Loading(
                 layers=number,
                 of_layers=len(self.plan.layers),
-                nbytes=self.weights_bytes,
+                nbytes=self.weights.nbytes,
                 seconds=time.perf_counter() - start,
             )
         self._source = self._sliced(self.checkpoint)  # copies in host memory are not needed any more
@@ -154,28 +142,25 @@ class Worker:
         return LoadReport(
             rank=self.ranks.rank,
             experts=self.experts,
-            num_layers=len(self._layers),
-            weights_bytes=self.weights_bytes,
+            num_layers=len(self.weights.layers),
+            weights_bytes=self.weights.nbytes,
             peak_bytes=peak_bytes(self.ranks.device),
             seconds=time.perf_counter() - start,
             backends=self.plan.chosen.names,
         )
 
-    @property
-    def weights_bytes(self) -> int:
-        """Returns the bytes of all experts, each counted once. Gates and shared experts are small beside them."""
-        return sum(held_bytes(layer) for layer in self._layers.values())
-
     def warm_up(self) -> None:
         """Builds the kernel, lets it compile and reserve memory, then runs one small step a layer. Collective."""
-        assert self._layers, "load() comes first"
+        assert self.weights.layers, "load() comes first"
         self.phase = "warm-up"
         self._build()
-        steps = {layer: self._steps(layer, self.placements[layer], weights) for layer, weights in self._layers.items()}
+        steps = {
+            layer: self._steps(layer, self.placements[layer], weights) for layer, weights in self.weights.layers.items()
+        }
         with torch.no_grad(), self.load_counter.kept():
-            for weights in self._layers.values():
+            for weights in self.weights.layers.values():
                 warm_up_gate(weights.gate, self.info.gate, self.plan.spec.shape.dtype, self.kernels.ids_dtypes())
-            first = next(iter(self._layers.values()))
+            first = next(iter(self.weights.layers.values()))
             self.kernels.warm_up(steps, self.clock.enter)
             if first.shared is not None:
                 first.shared.warm_up()
@@ -188,7 +173,7 @@ class Worker:
         given = (ids_Mt, weights_Mt) if mode == "routed" else (None, None)
         first_of_kind = {group.layers[0] for group in self.plan.groups}
         counters = self.counters
-        for layer in self._layers:
+        for layer in self.weights.layers:
             version = self.placements[layer].version
             plan = StepPlan(step=-1, layer=layer, mode=mode, tokens_per_rank=tokens, placement=version)
             self.step(plan, x_MK, given[0], given[1])
@@ -251,9 +236,9 @@ class Worker:
 
         It follows load(), replaces warm_up() and is not collective.
         """
-        assert self._layers, "load() comes first"
+        assert self.weights.layers, "load() comes first"
         with torch.inference_mode():
-            return self.kernels.time_experts(self._layers, again)
+            return self.kernels.time_experts(self.weights.layers, again)
 
     def leave(self) -> None:
         """Drops the group and everything built on it, after a failure. Weights, experts and workspaces stay.
@@ -278,21 +263,15 @@ class Worker:
         ranks = replace(self.ranks, rank=rank, world_size=arrangement.config.engine.ranks, group=None)
         slices = self.config.engine.tensor_parallel
         assert rank % slices == self.ranks.rank % slices, "a rank keeps its slice"
-        with self._arranging:
+        with self.weights.arranging:
             self._plan_anew(arrangement, ranks)
             for layer, placement in arrangement.placements.items():
-                wanted, staged = placement.experts_of(rank), self._staged.get(layer)
-                if staged is not None and staged.experts == wanted:
-                    self._layers[layer], self._experts[layer] = staged.weights, wanted
-                    if not staged.prepared:
-                        self._unprepared.add(layer)
-                elif self._experts.get(layer) != wanted:
+                wanted = placement.experts_of(rank)
+                if not self.weights.settle(layer, wanted):
                     self.checkpoint.check()  # before this rank frees any expert
-                    self._layers.pop(layer, None)  # frees the old experts before the new ones are read
-                    self._experts.pop(layer, None)
+                    self.weights.free(layer)
                     self._take(layer, wanted)
-                self._staged.pop(layer, None)
-            self.config, self.ranks, self.placements = arrangement.config, ranks, dict(arrangement.placements)
+            self.config, self.ranks, self.weights.placements = arrangement.config, ranks, dict(arrangement.placements)
 
     def _plan_anew(self, arrangement: Arrangement, ranks: RankContext) -> None:
         """Takes the plan for other numbers of experts or other places of ranks, and new kernels where it differs."""
@@ -305,17 +284,10 @@ class Worker:
         if plan.served != self.plan.served:
             self.checkpoint.check()
             self.checkpoint.serve_as(plan.served)
-            for held in (self._layers, self._experts, self._staged):
-                held.clear()
+            self.weights.clear()
         if not plan.runs_as(self.plan):
             self.kernels = LayerKernels(plan, arrangement.config, ranks, self.known)
         self.plan, self.topology = plan, arrangement.topology
-
-    def held(self, layer: int) -> tuple[Placement, tuple[int, ...], LayerWeights]:
-        """Returns a layer's placement, the logical experts of this rank's slots, and their weights. Thread-safe."""
-        with self._arranging:
-            placement = self.placements[layer]
-            return placement, self._experts[layer], self._layers[layer]
 
     def load_layer(self, layer: int, experts: Sequence[int], device: torch.device) -> LayerWeights:
         """Reads experts from the checkpoint. Raises CheckpointError when the checkpoint has changed since it was loaded."""
@@ -323,8 +295,7 @@ class Worker:
 
     def out_of_reach(self, rank: int, arrangement: Arrangement) -> tuple[int, ...]:
         """Returns the layers whose experts arrange() would have to read from a checkpoint that has changed or gone."""
-        placements = arrangement.placements.items()
-        lacking = tuple(layer for layer, each in placements if self._experts.get(layer) != each.experts_of(rank))
+        lacking = self.weights.lacking(rank, arrangement.placements)
         try:
             if lacking:
                 self.checkpoint.check()
@@ -338,8 +309,8 @@ class Worker:
         Raises:
             NotReady: there is no memory for them. Errors of `source` pass through.
         """
-        one = self.weights_bytes / max(sum(map(len, self._experts.values())), 1)
-        needed = int(one * sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers))
+        slots = sum(len(arrangement.placements[layer].experts_of(rank)) for layer in layers)
+        needed = int(self.weights.bytes_per_expert * slots)
         free = self._free_bytes()
         if free < needed * self._staging_margin:
             raise NotReady(
@@ -347,10 +318,10 @@ class Worker:
                 f" other ranks beside the present ones: about {needed >> 20} MiB, {free >> 20} MiB are free"
             )
         for layer in layers:
-            wanted = arrangement.placements[layer].experts_of(rank)
-            read = self._with_dense(source.load_layer(layer, wanted, self.ranks.device))
             placement = arrangement.placements[layer]
-            self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read, prepared=False)
+            wanted = placement.experts_of(rank)
+            read = self.weights.read(source, layer, wanted, self.ranks.device)
+            self.weights.staged[layer] = Staged(placement=placement, experts=wanted, weights=read, prepared=False)
 
     def stage(self, layer: int, placement: Placement, *, source: LayerSource | None = None) -> bool:
         """Reads a layer's experts of another placement. Not collective. Steps may run meanwhile.
@@ -367,14 +338,13 @@ class Worker:
             CheckpointError: the checkpoint has changed. Errors of `source` pass through.
         """
         assert self.kernels.ready and placement.layout == self.plan.spec.layout, "warm_up() comes first"
-        needed = held_bytes(self._layers[layer])
+        needed = held_bytes(self.weights.layers[layer])
         if self._free_bytes() < needed * self._staging_margin:
             return False
         wanted = placement.experts_of(self.ranks.rank)
-        read = (source or self).load_layer(layer, wanted, self.ranks.device)
-        ready = self.kernels.prepare_weights(layer, read.experts)
-        read = replace(self._with_dense(read), experts=ready)
-        self._staged[layer] = _Staged(placement=placement, experts=wanted, weights=read)
+        read = self.weights.read(source or self, layer, wanted, self.ranks.device)
+        ready = replace(read, experts=self.kernels.prepare_weights(layer, read.experts))
+        self.weights.staged[layer] = Staged(placement=placement, experts=wanted, weights=ready)
         return True
 
     def capture_staged(self, layer: int) -> None:
@@ -383,7 +353,7 @@ class Worker:
         NOTE: capture before any step of the staged placement. A rank that replays a graph and one that runs eagerly
         would not understand each other.
         """
-        if (staged := self._staged.get(layer)) is not None:
+        if (staged := self.weights.staged.get(layer)) is not None:
             with torch.no_grad():
                 self.kernels.capture(self._steps(layer, staged.placement, staged.weights))
 
@@ -392,15 +362,11 @@ class Worker:
 
         The call does nothing when no placement of this version is staged.
         """
-        if (staged := self._staged.get(layer)) is not None and staged.placement.version == version:
-            with self._arranging:
-                self.placements[layer], self._layers[layer] = staged.placement, staged.weights
-                self._experts[layer] = staged.experts
-            del self._staged[layer]
+        if self.weights.adopt(layer, version):
             self._keep_graphs()
 
     def unstage(self, layer: int) -> None:
-        if self._staged.pop(layer, None) is not None:
+        if self.weights.staged.pop(layer, None) is not None:
             self._keep_graphs()
 
     def _sliced(self, source: LayerSource) -> LayerSource:
@@ -409,18 +375,11 @@ class Worker:
         return source if slices == 1 else SlicedLayers(source, self.plan.served, self.ranks.rank % slices, slices)
 
     def _take(self, layer: int, experts: tuple[int, ...]) -> None:
-        self._layers[layer] = self._with_dense(self.load_layer(layer, experts, self.ranks.device))
-        self._experts[layer] = experts
-        self._unprepared.add(layer)
-
-    def _with_dense(self, read: LayerWeights) -> LayerWeights:
-        gate = fitted(read.gate, self.info.gate, self.info.dtype)
-        return replace(read, gate=gate, shared=None if read.shared is None else read.shared.fitted())
+        self.weights.take(self, layer, experts, self.ranks.device)
 
     def close(self) -> None:
         """Frees buffers. Collective. The process group belongs to the caller."""
-        self._layers.clear()
-        self._staged.clear()
+        self.weights.clear()
         self.kernels.destroy()
 
     def _step(self, plan: StepPlan, x_MK, ids_Mt, weights_Mt, gradient_MK) -> torch.Tensor:
@@ -480,33 +439,18 @@ class Worker:
         """Checks a step against its plan. A mismatch is a defect of the scheduler, not of a caller."""
         if not self.kernels.built:
             raise InternalError("the kernel is not built: warm_up() comes before step()")
-        if plan.layer not in self._layers:
-            raise InternalError(f"layer {plan.layer} is not loaded (loaded: {sorted(self._layers)})")
         check_tensors(plan, self.ranks, self.plan.spec.shape, (x_MK, ids_Mt, weights_Mt, gradient_MK))
-        held = {self.placements[plan.layer].version: (self.placements[plan.layer], self._layers[plan.layer])}
-        if (staged := self._staged.get(plan.layer)) is not None:
-            held[staged.placement.version] = staged.placement, staged.weights
-        if plan.placement not in held:
-            raise InternalError(f"placement {plan.placement} of layer {plan.layer} is not here (here: {sorted(held)})")
-        return held[plan.placement]
+        return self.weights.of(plan.layer, plan.placement)
 
     def _build(self) -> None:
         """Builds the kernels on the present group."""
         if not self.kernels.built:
             self.kernels.build(self.ranks)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Lets the experts classes prepare the layers that were read since the last call."""
-        for layer in sorted(self._unprepared & set(self._layers)):
-            weights = self._layers[layer]
-            self._layers[layer] = replace(weights, experts=self.kernels.prepare_weights(layer, weights.experts))
-        self._unprepared.clear()
+        self.weights.prepare(self.kernels.prepare_weights)
 
     def _keep_graphs(self) -> None:
-        held = [(layer, self.placements[layer].version) for layer in self._layers]
-        held += [(layer, each.placement.version) for layer, each in self._staged.items()]
-        self.kernels.keep_graphs({(*each, mode) for each in held for mode in modes_of(self.info.gate)})
+        modes = modes_of(self.info.gate)
+        self.kernels.keep_graphs({(*each, mode) for each in self.weights.versions() for mode in modes})
 
     @property
     def _staging_margin(self) -> float:

@@ -92,10 +92,10 @@ CARRIERS = {"Received", "CheckedRequest", "Batch", "Item", "Piece", "StepPlan", 
 class WatchedRank(RankActor):
     walk: Walk | None = None
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         WatchedRank.walk = Walk("StepServer._one")
 
-    def _walked(self):
+    def walked(self):
         walk, WatchedRank.walk = self.walk, None
         return walk.stacks, walk.sideways, walk.records
 
@@ -127,7 +127,7 @@ async def test_a_batch_walks_down_the_files_that_the_drawing_names(tmp_path, mon
             x = torch.randn(9, 64)
             await client.forward(LAYER, x)
             rank = engine._pool.members[1]
-            assert (await rank.call("watch", timeout=20)).failure is None
+            assert (await rank.call(WatchedRank.watch, timeout=20)).failure is None
             await client.forward(LAYER, x)  # its thread has the profiler from now on
             front = Walk(FROM)
             sys.setprofile(front)
@@ -135,7 +135,7 @@ async def test_a_batch_walks_down_the_files_that_the_drawing_names(tmp_path, mon
                 await client.forward(LAYER, x)
             finally:
                 sys.setprofile(None)
-            walked = (await rank.call("walked", timeout=20)).value
+            walked = (await rank.call(WatchedRank.walked, timeout=20)).value
         await server.stop()
     stacks, sideways, records = walked
     files = list(dict.fromkeys([*front.stacks, *stacks]))

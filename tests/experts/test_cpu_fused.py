@@ -311,7 +311,7 @@ def test_a_layer_that_is_staged_needs_room_for_both_layouts(library, tmp_path, m
     worker.load()
     worker.warm_up()
     assert worker.plan.chosen.experts == "vllm_cpu"
-    assert worker.held(LAYER)[2].experts.packing is not None
+    assert worker.weights.held(LAYER)[2].experts.packing is not None
     x = torch.randn((12, 64), generator=torch.Generator().manual_seed(1)).to(worker.info.dtype)
 
     def step(version):
@@ -320,19 +320,19 @@ def test_a_layer_that_is_staged_needs_room_for_both_layouts(library, tmp_path, m
 
     before, present = step(0), worker.placements[LAYER]
     turned = dataclasses.replace(present, version=1, physical_to_logical=tuple(reversed(present.physical_to_logical)))
-    one_layer = worker.weights_bytes
+    one_layer = worker.weights.nbytes
     monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: int(2 * one_layer))
     assert not worker.stage(LAYER, turned)
     monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: int(2.5 * one_layer))
-    server = ExpertServer(worker.held)
+    server = ExpertServer(worker.weights.held)
     try:
         holders = {expert: [server.address] for expert in range(worker.info.num_experts)}
-        source = PeerSource(lambda layer: (present, (), worker.held(layer)[2]), holders, fallback=worker)
+        source = PeerSource(lambda layer: (present, (), worker.weights.held(layer)[2]), holders, fallback=worker)
         assert worker.stage(LAYER, turned, source=source)
         assert source.came_from["peer"] == worker.info.num_experts
     finally:
         server.close()
     worker.adopt(LAYER, 1)
-    assert worker.held(LAYER)[2].experts.packing is not None
+    assert worker.weights.held(LAYER)[2].experts.packing is not None
     torch.testing.assert_close(step(1), before, rtol=0, atol=0)
     worker.close()

@@ -189,7 +189,7 @@ def test_a_move_of_experts_takes_weights_with_and_without_zeros(checkpoints):
     worker = Worker(config, RankContext())
     worker.load()
     worker.warm_up()
-    held = worker.held(LAYER)
+    held = worker.weights.held(LAYER)
     few = held[0], held[1][:4], dataclasses.replace(held[2], experts=_first(held[2].experts, 4))
     moved = PeerSource(lambda _: few, {}, worker).load_layer(LAYER, (6, 1, 3), torch.device("cpu")).experts
     truth = worker.load_layer(LAYER, (6, 1, 3), torch.device("cpu")).experts

@@ -22,6 +22,8 @@ from epserve.rank.step import StepPlan
 from epserve.rank.worker import Worker
 from tests.support.ranks import num_places, run_ranks
 
+from .padded import padded_eager
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here"),
@@ -99,7 +101,9 @@ def whole_steps(ranks: RankContext, path, engine) -> int:
         kept = y.clone()
         # The same batch, padded, without a graph.
         step = next(
-            each for each in worker._steps(layer, worker.placements[layer], worker._layers[layer]) if each.mode == mode
+            each
+            for each in worker._steps(layer, worker.placements[layer], worker.weights.layers[layer])
+            if each.mode == mode
         )
         bucket = graphs.bucket(counts)
         given = None
@@ -107,7 +111,7 @@ def whole_steps(ranks: RankContext, path, engine) -> int:
             given = whole(Routing(ids_Mt=ids, weights_Mt=weights), info.top_k)
         first = sum(counts[: ranks.rank])
         with torch.inference_mode():
-            eager = graphs.padded_eager(kernels.as_run(step), bucket, x, given, first=first)
+            eager = padded_eager(graphs, kernels.as_run(step), bucket, x, given, first=first)
         torch.cuda.synchronize()
         assert torch.equal(y.nan_to_num(), kept.nan_to_num()), "a step's result was overwritten by the next one"
         finite = len(x) // 2 if spoil and len(x) > 1 else len(x)

@@ -58,7 +58,7 @@ def test_what_is_free_on_a_shared_gpu_is_divided(tmp_path, monkeypatch):
     worker.load()
     worker.warm_up()
     layer = worker.plan.layers[0]
-    needed, placement = worker.weights_bytes // len(worker.plan.layers), worker.plan.placement.with_version(1)
+    needed, placement = worker.weights.nbytes // len(worker.plan.layers), worker.plan.placement.with_version(1)
     monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: int(needed * 2.4))
     assert not worker.stage(layer, placement)  # 1.2 times what it needs, 1.25 are asked for
     monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: int(needed * 2.6))

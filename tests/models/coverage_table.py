@@ -184,7 +184,7 @@ def _held(path: Path) -> dict[int, Any]:
     settings = {"model": {"path": str(path)}, "engine": {"device": "cpu"}}
     worker = Worker(parse_config(settings), RankContext())
     worker.load()
-    return {layer: (worker.held(layer)[2].experts, quant) for layer, quant in worker.plan.served.items()}
+    return {layer: (worker.weights.held(layer)[2].experts, quant) for layer, quant in worker.plan.served.items()}
 
 
 def _store(row: stored_layouts.Row, path: Path, names: tuple[str, ...], folder: Path) -> tuple[Path, Path]:

@@ -140,7 +140,7 @@ def test_an_arrangement_that_failed_is_not_taken_for_done(path, tmp_path):
     config = parse_config({"model": {"path": str(path)}, "engine": {"device": "cpu", "experts": "loop", "ranks": 2}})
     worker = Worker(config, RankContext(rank=0, world_size=2))
     worker.load()
-    half, old = dict(worker._layers), Arrangement(config=config, placements=dict(worker.placements))
+    half, old = dict(worker.weights.layers), Arrangement(config=config, placements=dict(worker.placements))
     alone = parse_config({"model": {"path": str(path)}, "engine": {"device": "cpu", "experts": "loop"}})
     whole = Arrangement(config=alone, placements=dict.fromkeys(worker.plan.layers, Placement.identity(8, 1)))
     assert worker.out_of_reach(0, whole) == ()
@@ -150,7 +150,7 @@ def test_an_arrangement_that_failed_is_not_taken_for_done(path, tmp_path):
     assert worker.out_of_reach(0, whole) == worker.plan.layers and worker.out_of_reach(0, old) == ()
     with pytest.raises(CheckpointError, match=CHANGED):
         worker.arrange(0, whole)
-    assert worker._layers == half  # nothing was given up
+    assert worker.weights.layers == half  # nothing was given up
     worker.arrange(0, old)
     os.replace(keep, path / FILE)
     real, layers = worker.checkpoint.checkpoint.load_layer, []
@@ -167,7 +167,7 @@ def test_an_arrangement_that_failed_is_not_taken_for_done(path, tmp_path):
     worker.checkpoint.checkpoint.load_layer = real
     worker.arrange(0, old)
     for layer, weights in half.items():
-        assert torch.equal(worker._layers[layer].experts.w13_eNK, weights.experts.w13_eNK)
+        assert torch.equal(worker.weights.layers[layer].experts.w13_eNK, weights.experts.w13_eNK)
 
 
 # Through the engine.

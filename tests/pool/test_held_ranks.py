@@ -27,7 +27,7 @@ def test_which_backends_hold_a_rank():
 class HeldRank(MortalRank):
     """A rank that can be told to wait for ever, as in a kernel, when it enters a phase of its next step."""
 
-    def _hang_in(self, phase: str) -> None:
+    def hang_in(self, phase: str) -> None:
         for path in self._worker.kernels.first.paths.values():
             path.kernel.on_phase = lambda name: time.sleep(600) if name == phase else None
 
@@ -48,8 +48,10 @@ async def test_a_held_rank_is_put_down_at_once_and_is_not_the_cause(tmp_path, mo
         await ask(engine, reference)
         await until(lambda: pool.standbys.ready == 2, BACK_S, "two standbys")
         before = pids(engine)
-        assert (await pool.members[0].call("hang_in", "experts", timeout=20)).failure is None
-        assert (await pool.members[1].call("die_in", "experts", str(tmp_path / "note"), timeout=20)).failure is None
+        assert (await pool.members[0].call(HeldRank.hang_in, "experts", timeout=20)).failure is None
+        assert (
+            await pool.members[1].call(HeldRank.die_in, "experts", str(tmp_path / "note"), timeout=20)
+        ).failure is None
         await ask(engine, reference)  # the step that it takes along is run again
         await back(engine)
         await asyncio.sleep(0)

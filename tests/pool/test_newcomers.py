@@ -61,7 +61,7 @@ def from_ranks(path, device, experts="loop"):
     there = Worker(config, RankContext(device=device))
     there.load()
     there.warm_up()
-    server = ExpertServer(there.held)
+    server = ExpertServer(there.weights.held)
     start, gone = Stamp.take(path).with_digest(), path.with_name("gone")
     path.rename(gone)
     late = LateCheckpoint(path, "auto", start=start, info=there.info)
@@ -71,9 +71,9 @@ def from_ranks(path, device, experts="loop"):
         Worker(config, RankContext(device=device), checkpoint=late).load()
     here = Worker(config, RankContext(device=device), checkpoint=late, peers=peers)
     report = here.load()
-    assert report.experts == tuple(range(8)) and report.weights_bytes == there.weights_bytes
+    assert report.experts == tuple(range(8)) and report.weights_bytes == there.weights.nbytes
     for layer in there.plan.layers:
-        alike(tensors_of(here._layers[layer]), tensors_of(there._layers[layer]))
+        alike(tensors_of(here.weights.layers[layer]), tensors_of(there.weights.layers[layer]))
     here.warm_up()
     x = torch.randn((9, there.info.hidden), generator=torch.Generator().manual_seed(3)).bfloat16()
     plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=(9,))
@@ -112,7 +112,7 @@ def test_ranks_that_share_experts_give_their_slices(tmp_path):
     there = [Worker(config, RankContext(rank=rank, world_size=2)) for rank in range(2)]
     for worker in there:
         worker.load()
-    servers = [ExpertServer(worker.held) for worker in there]
+    servers = [ExpertServer(worker.weights.held) for worker in there]
     late = LateCheckpoint(path, "auto", start=Stamp.take(path), info=there[0].info)
     for rank, server in enumerate(servers):
         holders = {layer: {expert: [server.address] for expert in range(8)} for layer in there[0].plan.layers}
@@ -120,7 +120,7 @@ def test_ranks_that_share_experts_give_their_slices(tmp_path):
         here = Worker(config, RankContext(rank=rank, world_size=2), checkpoint=late, peers=peers)
         here.load()
         for layer in here.plan.layers:
-            alike(tensors_of(here._layers[layer]), tensors_of(there[rank]._layers[layer]))
+            alike(tensors_of(here.weights.layers[layer]), tensors_of(there[rank].weights.layers[layer]))
         server.close()
 
 

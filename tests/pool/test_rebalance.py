@@ -17,6 +17,7 @@ from epserve.models import open_checkpoint
 from epserve.models.demo import reference_block
 from epserve.modular_kernel import ExpertLayout, RankContext
 from epserve.pool import changes
+from epserve.rank.actor import RankActor
 from epserve.rank.placement import Placement, pack_slots
 from epserve.rank.step import Arrangement, StepPlan
 from epserve.rank.weights.copies import HostCopies
@@ -181,7 +182,7 @@ def ready_worker(path, **engine):
 
 def test_no_memory_for_a_move_changes_nothing(paths, monkeypatch):
     worker = ready_worker(paths["float32"])
-    monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: worker.weights_bytes)
+    monkeypatch.setattr("epserve.rank.worker.free_bytes", lambda device: worker.weights.nbytes)
     assert not worker.stage(LAYER, worker.plan.placement.with_version(1))
     worker.adopt(LAYER, 1)
     assert worker.placements[LAYER].version == 0
@@ -199,9 +200,9 @@ def test_arranging_keeps_what_fits_and_reads_what_is_missing(paths):
     """One rank of two becomes the only one, and back."""
     worker = Worker(make_config(paths["float32"], ranks=2), RankContext(rank=1, world_size=2))
     worker.load()
-    half = worker._layers[LAYER].experts.w13_eNK
+    half = worker.weights.layers[LAYER].experts.w13_eNK
     worker.arrange(1, Arrangement(config=worker.config, placements=dict(worker.placements)))
-    assert worker._layers[LAYER].experts.w13_eNK is half
+    assert worker.weights.layers[LAYER].experts.w13_eNK is half
     alone = Arrangement(config=make_config(paths["float32"]), placements={LAYER: Placement.identity(8, 1)})
     worker.arrange(0, alone)
     worker.regroup(RankContext())
@@ -283,8 +284,8 @@ async def test_no_memory_on_one_rank_skips_the_layer_and_counts_it(engine, paths
 
     async def call_all(members, method, *args, **options):
         done = await real(members, method, *args, **options)
-        calls.append(method)
-        return [None, *done[1:]] if method == "stage" else done
+        calls.append(method.__name__)
+        return [None, *done[1:]] if method is RankActor.stage else done
 
     monkeypatch.setattr(changes, "call_all", call_all)
     before, held = engine.status().rebalances_skipped, holdings(engine)

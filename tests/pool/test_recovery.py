@@ -22,12 +22,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epserve.config import ServerConfig
 from epserve.engine.engine import Batch
 from epserve.errors import DeadlineExceeded, RankFailed
-from epserve.models.demo import reference_block, reference_gradient
+from epserve.models.demo import reference_block
 from epserve.rank.actor import RankActor
 from epserve.rank.groups import hang_up
 from epserve.server.server import Server
 from tests.support.checkpoints import LAYER, write
-from tests.support.recovering import BACK_S, HEARTBEAT_S, NOTICE_S, Load, ask, back, pids, running, spare, until
+from tests.support.recovering import (
+    BACK_S,
+    HEARTBEAT_S,
+    NOTICE_S,
+    Load,
+    ask,
+    back,
+    pids,
+    reference_gradient,
+    running,
+    spare,
+    until,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -366,9 +378,9 @@ async def test_an_uncaught_exception_is_seen(path):
 class PoorSpare(RankActor):
     """A spare for whose experts there is no memory when it takes over."""
 
-    def _take_over(self, *args):
+    def take_over(self, *args):
         if self._checkpoint is None:  # a rank of the start, not a spare
-            return super()._take_over(*args)
+            return super().take_over(*args)
         raise MemoryError("DefaultCPUAllocator: can't allocate memory")
 
 

@@ -18,6 +18,7 @@ from epserve.pool import reserves
 from epserve.pool.ray_cluster import Gang, Place
 from epserve.pool.reserves import SPARE, STANDBY, Reserve
 from epserve.rank import endings
+from epserve.rank.actor import RankActor
 from epserve.rank.endings import lives, start_ticks, wait_for_end
 from epserve.rank.reports import Outcome, RankFacts
 from tests.support.checkpoints import write
@@ -36,10 +37,13 @@ class Process:
         self.node_id, self.fails, self.facts, self.answers, self.dropped = node_id, fails, None, True, False
 
     async def call(self, method, chosen, timeout):
-        assert (method, chosen, timeout) in (("stand_by", ("backends",), 9), ("warm", "welcome", 9))
+        assert (method, chosen, timeout) in (
+            (RankActor.stand_by, ("backends",), 9),
+            (RankActor.warm, "welcome", 9),
+        )
         await asyncio.sleep(0)
         if self.fails:
-            failure = Failure(rank=-1, phase=method, step=-1, message=self.fails.pop(), consequence=False)
+            failure = Failure(rank=-1, phase=method.__name__, step=-1, message=self.fails.pop(), consequence=False)
             return Outcome(failure=failure)
         return Outcome(value=facts(self.node_id))
 

@@ -123,7 +123,7 @@ def test_a_worker_gets_its_kernel_and_its_weights_from_the_method_class(tmp_path
     worker.warm_up()
     assert made
     assert all("init_prepare_finalize" in names for names in made)
-    held = [weights.experts.w13_eNK.data_ptr() for weights in worker._layers.values()]
+    held = [weights.experts.w13_eNK.data_ptr() for weights in worker.weights.layers.values()]
     assert held
     assert set(held) <= set(seen)
     worker.close()

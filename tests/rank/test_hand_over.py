@@ -116,7 +116,7 @@ def move_on_ranks(ranks: RankContext, path, scheme, dynamic, name):
         worker = Worker(config, ranks)
         worker.load()
         worker.warm_up()
-        server = ExpertServer(worker.held)
+        server = ExpertServer(worker.weights.held)
         addresses = [None] * ranks.world_size
         dist.all_gather_object(addresses, server.address, group=ranks.group)
         loaded, came_from = stored.reads, {}
@@ -135,7 +135,7 @@ def move_on_ranks(ranks: RankContext, path, scheme, dynamic, name):
             chance.shuffle(slots)
             placement = dataclasses.replace(present, version=version, physical_to_logical=tuple(slots))
             holders = {e: [addresses[r]] for r in range(ranks.world_size) for e in present.experts_of(r)}
-            source = PeerSource(worker.held, holders, fallback=worker)
+            source = PeerSource(worker.weights.held, holders, fallback=worker)
             assert worker.stage(LAYER, placement, source=source)
             for where, count in source.came_from.items():
                 came_from[where] = came_from.get(where, 0) + count
@@ -143,7 +143,7 @@ def move_on_ranks(ranks: RankContext, path, scheme, dynamic, name):
             outputs += [step(version - 1), step(version)]
             worker.adopt(LAYER, version)
             outputs.append(step(version))
-            held = worker._layers[LAYER].experts
+            held = worker.weights.layers[LAYER].experts
             for slot, expert in enumerate(placement.experts_of(ranks.rank)):
                 for tensor, wanted in stored.every.tensors().items():
                     if tensor not in LAYER_WIDE:
@@ -184,7 +184,7 @@ def test_outputs_are_bit_equal_over_moves_on_gpus(path, scheme, dynamic):
 
 
 class Layers:
-    """`Worker.held` and a fallback that counts, without a worker."""
+    """`HeldLayers.held` and a fallback that counts, without a worker."""
 
     def __init__(self, path, experts_here, version=0, scheme="fp8_block"):
         self.stored = Stored(path, scheme, False)
@@ -293,7 +293,7 @@ def test_peers_serve_when_the_checkpoint_has_changed(path, tmp_path):
     worker.warm_up()
     os.utime(model / "model.safetensors", ns=(1, 1))
     placement = worker.plan.placement.with_version(1)
-    assert worker.stage(LAYER, placement, source=PeerSource(worker.held, {}, fallback=worker))
+    assert worker.stage(LAYER, placement, source=PeerSource(worker.weights.held, {}, fallback=worker))
     with pytest.raises(CheckpointError, match="has changed since the start"):
         worker.load_layer(LAYER, (0,), torch.device("cpu"))
 
@@ -334,7 +334,7 @@ def test_all_of_256_experts_move_at_once_in_bounded_chunks(tmp_path, monkeypatch
 
     before = step(0)
     placement = dataclasses.replace(worker.plan.placement, version=1, physical_to_logical=tuple(reversed(range(256))))
-    source = PeerSource(worker.held, {}, fallback=worker)
+    source = PeerSource(worker.weights.held, {}, fallback=worker)
     assert worker.stage(LAYER, placement, source=source)
     assert source.came_from == {"here": 256} and max(sizes) <= 1 << 12
     assert torch.equal(step(0), before)

@@ -45,7 +45,7 @@ worker = Worker(config, RankContext(rank=rank, world_size=2, group=dist.group.WO
 before = held()
 worker.load()
 worker.warm_up()
-sizes = {"weights": worker.weights_bytes, "workspaces": worker.kernels.first.workspaces.nbytes}
+sizes = {"weights": worker.weights.nbytes, "workspaces": worker.kernels.first.workspaces.nbytes}
 print(json.dumps({"measured": held() - before, **sizes}))
 worker.close()
 dist.destroy_process_group()

@@ -246,7 +246,7 @@ class FakeActor:
 
 class FakeMember(Member):
     async def call(self, method, *args, timeout, background=False):
-        return await self.actor.call(method, *args)
+        return await self.actor.call(method.__name__, *args)
 
 
 def facts(rank: int, host: str) -> RankFacts:

@@ -176,12 +176,12 @@ def regroup_on_ranks(ranks: RankContext, path, counts):
     first = sum(counts[: ranks.rank])
     x = tokens(sum(counts))[first : first + counts[ranks.rank]]
     plan = StepPlan(step=0, layer=LAYER, mode="block", tokens_per_rank=tuple(counts))
-    before, weights = worker.step(plan, x, None, None), worker._layers[LAYER].experts.w13_eNK.data_ptr()
+    before, weights = worker.step(plan, x, None, None), worker.weights.layers[LAYER].experts.w13_eNK.data_ptr()
     worker.regroup(ranks)
     with pytest.raises(StepError, match="warm_up"):
         worker.step(plan, x, None, None)
     worker.warm_up()
-    assert worker._layers[LAYER].experts.w13_eNK.data_ptr() == weights, "weights were loaded again"
+    assert worker.weights.layers[LAYER].experts.w13_eNK.data_ptr() == weights, "weights were loaded again"
     assert torch.equal(worker.step(plan, x, None, None), before)
     done = worker.counters
     worker.close()

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,10 +70,12 @@ class CudaDevice:
 class Steps(Protocol):
     """A `Worker`: its layers, their graphs, and their placements."""
 
-    placements: dict[int, Placement]
     kernels: Any
     info: Any
     ranks: Any
+
+    @property
+    def placements(self) -> Mapping[int, Placement]: ...
 
 
 class Words:

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from epserve.link.shm import Arena
 from epserve.link.transport import INLINE_BYTES, SocketLink
 from epserve.models import ModelInfo, Stamp
 from epserve.modular_kernel.measured.known_times import KnownTable
+from epserve.process.phases import Marks
 from epserve.rank.actor import RankActor
 from epserve.rank.expert_load import LoadTotals
 from epserve.rank.groups import GroupAddress, StoreActor
@@ -54,21 +54,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0  # a fresh process that imports torch
-
-
-class Marks:
-    """Records the seconds of each stage of one attempt to join the ranks."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def add(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage], self._last = now - self._last, now
-
-    def __str__(self) -> str:
-        return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
 
 
 def _with_threads(config: Config) -> Config:

@@ -21,9 +21,10 @@ from ray.exceptions import RayError
 
 from epserve.errors import EpserveError, OperatorError
 from epserve.link.failure import Failure, RankLost
+from epserve.process.phases import Marks
 
 from .members import Member, last_seen, who
-from .ranks import Marks, Ranks
+from .ranks import Ranks
 from .steps import SETTLE_S, StepFailed
 
 log = logging.getLogger(__name__)

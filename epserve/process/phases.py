@@ -22,6 +22,21 @@ PHASES = (FIRST, "copy in", "gate", "prepare", "experts", "finalize")
 """Phases of a step, in order. With several rounds the last three repeat, and their times add up."""
 
 
+class Marks:
+    """Records the seconds of each stage of a longer piece of work, on the process's clock."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def add(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
+
+
 class PhaseClock:
     """Times the phases of one rank, one step at a time."""
 

@@ -29,7 +29,8 @@ from .accounts import Account, Accounts
 from .cuda_regions import CudaRegistry
 from .incoming import sockets
 from .incoming.intake import Intake
-from .regions import Region, Regions, Slice
+from .region import Region, Slice
+from .regions import Regions
 from .watch.layer_counts import Spent
 from .watch.observer import Observer
 from .watch.step_times import StepTimes, Times

@@ -29,7 +29,7 @@ from epserve.rank.step import RegionRows
 
 from .cuda_regions import CudaRegion, check_host_only, check_use
 from .finite import all_finite
-from .regions import Region, Slice
+from .region import Region, Slice
 
 GRADIENT_DTYPES = (pb.BF16, pb.FP16, pb.FP32)
 HIDDEN_DTYPES = (*GRADIENT_DTYPES, pb.FP8_E4M3)

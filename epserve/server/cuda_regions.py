@@ -20,7 +20,8 @@ from epserve.protocol import wire
 from epserve.rank.device_memory import ALIGNMENT
 from epserve.rank.step import RegionRows
 
-from .regions import Region, Regions, Slice, check_proof, drawn_name
+from .region import Region, Slice
+from .regions import Regions, check_proof, drawn_name
 
 DTYPES = (pb.BF16, pb.FP16, pb.FP32)
 """The dtypes that the rank converts to the model's, and back, as it copies."""

@@ -20,7 +20,7 @@ from .finite import rows_not_finite
 
 if TYPE_CHECKING:
     from .codec import CheckedRequest
-    from .regions import Slice
+    from .region import Slice
 
 SHOWN_ROWS = 8
 

@@ -21,7 +21,7 @@ from epserve.protocol.served_model import model_reply
 from .calls import Calls, until_sent
 from .doorbell import Doorbell
 from .lanes.door import LaneDoor
-from .regions import Region
+from .region import Region
 from .stream import StreamSession
 
 log = logging.getLogger("epserve.server")

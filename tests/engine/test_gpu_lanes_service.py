@@ -350,7 +350,7 @@ async def test_a_driver_that_fails_ends_the_rank_and_its_successor_computes_the_
 
     def call():
         with Client(server.address) as client, client.open_lane(16, device=GPU, call_timeout=CALL_S) as lane:
-            failing = engine._pool.members[0].call("fail_driver", timeout=20)
+            failing = engine._pool.members[0].call(RankWithLanes.fail_driver, timeout=20)
             asyncio.run_coroutine_threadsafe(failing, loop).result(LIMIT_S)
             y = lane.forward(LAYER, tokens(7))
             lane.check()

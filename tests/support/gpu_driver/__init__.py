@@ -141,7 +141,7 @@ class RankWithLanes(RankOnFakeGpu):
         rank_kernels.StepGraphs, rank_kernels.why_no_graphs = CallbackGraphs, lambda *_: None
         return super()._take_device()
 
-    def _fail_driver(self) -> None:
+    def fail_driver(self) -> None:
         """Graphs cannot be launched any more, as after an illegal access."""
         driver().made_up_failure(1)
 

@@ -109,7 +109,7 @@ async def measure(config, layer: int, scale: float) -> dict:
                 await asyncio.sleep(1)  # lanes tell of their steps a little later
                 kernels = [
                     max(sum(phases.values()) for phases in record.phases)
-                    for record in sorted(records, key=lambda each: each.step)
+                    for record in sorted(records, key=lambda each: each.started)
                 ]
                 assert len(kernels) == len(done) + 1, (len(kernels), len(done))
                 rows: dict = {}

@@ -22,6 +22,7 @@ from epserve.pool.ray_cluster import Cluster
 from epserve.rank.expert_load import by_layer
 from epserve.rank.setup import plan as rank_plan
 
+from .direct_lanes import DirectLanes
 from .face import EngineFace
 from .now import StepsNow
 from .planning import Answer, Batch
@@ -51,6 +52,7 @@ class Engine(EngineFace):
         self._pool: Pool | None = None
         self._scheduler: Scheduler | None = None
         self._now: StepsNow | None = None
+        self._direct: DirectLanes | None = None
         self._last_status: tuple[RankStatus, ...] = ()
         self.count_front_ends: Callable[[], int] = lambda: 0
         """Returns the number of front ends that have joined. The port that they join at sets it."""
@@ -80,6 +82,7 @@ class Engine(EngineFace):
             pool.supervisor.on_missing = self._scheduler.refuse_waiting
             self._scheduler.on_step = self._tell_step
             self._now = StepsNow(self._scheduler, pool, self._check, self.config.scheduler.max_step_tokens)
+            self._direct = DirectLanes(self._scheduler, pool)
             await pool.start()
             log.info(self._explain_backends())
         except BaseException as error:
@@ -115,7 +118,7 @@ class Engine(EngineFace):
             await self._pool.close(reachable=reachable)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
-        self._scheduler = self._pool = self._cluster = self._now = None
+        self._scheduler = self._pool = self._cluster = self._now = self._direct = None
         self._set_state("stopped")
 
     async def answer(self, batch: Batch) -> Answer:
@@ -145,6 +148,10 @@ class Engine(EngineFace):
     @property
     def lane_opener(self) -> DeviceRegions | None:
         return self.device_regions
+
+    @property
+    def direct_lanes(self) -> DirectLanes | None:
+        return self._direct if self._state in UP else None
 
     async def rebalance(self, explain: bool = False) -> Rebalance:
         """Moves experts to balance the counted load, while serving. Raises NotReady, RankFailed."""

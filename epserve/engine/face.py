@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +96,21 @@ class QuickSteps(Protocol):
     def tell(self) -> None: ...
 
 
+class LaneServer(Protocol):
+    """Lets the only rank serve lanes in this host's memory itself (`direct_lanes.DirectLanes`)."""
+
+    cpu_s: float
+
+    @property
+    def possible(self) -> bool: ...
+
+    async def give(self, lane: Mapping[str, Any], name: str) -> Any: ...
+
+    def take(self, served: Any) -> None: ...
+
+    async def news(self) -> Sequence[Any]: ...
+
+
 class EngineFace(ABC):
     """Runs batches, tells its state, and carries out an operator's changes. All methods run in one event loop."""
 
@@ -136,6 +151,11 @@ class EngineFace(ABC):
     @property
     def lane_opener(self) -> LaneOpener | None:
         """Opens lanes on the GPUs of this host's ranks. None: there are no ranks in this process."""
+        return None
+
+    @property
+    def direct_lanes(self) -> LaneServer | None:
+        """Lets a rank serve lanes itself. None: there is no rank in this process that could."""
         return None
 
     @abstractmethod

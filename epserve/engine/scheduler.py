@@ -148,6 +148,12 @@ class Scheduler:
         if held_back:
             self._loop.call_soon_threadsafe(self._wake.set)
 
+    def next_number(self) -> int:
+        """Returns the number of a step that a rank has run without being asked."""
+        with self._turn:
+            self._next_step += 1
+            return self._next_step - 1
+
     def did(self, record: StepRecord) -> None:
         """Counts a step that another thread ran well. In the loop."""
         self.steps_done += 1

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +38,23 @@ WATCHED_S = 0.005
 wake up for it."""
 
 
+class Bells(Protocol):
+    """Other work of the step thread, between frames: calls that clients ring for."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when a bell has rung."""
+        ...
+
+    def serve(self) -> bool:
+        """Does a step of that work, if there is any. Returns whether there is more."""
+        ...
+
+    def leave(self) -> None:
+        """The connection to the engine has ended."""
+        ...
+
+
 class Watched:
     """A result that comes later, of which `ready` tells whether it is there. Calling it waits, once. Neither raises."""
 
@@ -54,15 +71,16 @@ class StepServer:
     Answers go out in the order of the frames.
     """
 
-    def __init__(self, answer: Answer, *, host: str = "", pin: bool = False):
+    def __init__(self, answer: Answer, *, host: str = "", pin: bool = False, bells: Bells | None = None):
         """Listens from the start.
 
         Args:
             answer: answers a frame, in the step thread.
             host: address of a TCP socket. Empty: an abstract Unix socket.
             pin: pins received tensors, for copies to and from a GPU.
+            bells: other work, which the thread does while it shares memory with an engine.
         """
-        self._answer, self._pin = answer, pin
+        self._answer, self._pin, self._bells = answer, pin, bells
         self._greeted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._door = Door(self._greeted.put, protocol="steps", host=host)
         self.address = self._door.address
@@ -85,6 +103,8 @@ class StepServer:
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 log.debug("connection ended: %s", error)
             finally:
+                if self._bells is not None:
+                    self._bells.leave()
                 answers.close()
                 if quick is not None:
                     quick.close()
@@ -103,12 +123,16 @@ class StepServer:
         waiting.register(quick.bell, select.POLLIN)
         waiting.register(sock, select.POLLIN)
         known: dict[bytes, Known] = {}
+        bells, more = self._bells, False
+        if bells is not None:
+            waiting.register(bells.fd, select.POLLIN)
         while True:
-            for ready, _ in waiting.poll():
+            for ready, _ in waiting.poll(0 if more else None):
                 if ready == quick.bell:
                     self._one_rung(window, quick, known)
-                else:
+                elif ready == sock.fileno():
                     self._one(sock, window, answers)
+            more = bells is not None and bells.serve()  # in turn with the engine's steps
 
     def _one_rung(self, window: Window, quick: RankWords, known: dict[bytes, Known]) -> None:
         """Answers a step by words. `known`: headers that were read before, of this window."""

@@ -113,7 +113,7 @@ class PoolSteps:
         finally:
             del ranks.running[plans[0].step]
             running.set_result(None)
-        self._count(plans[0], members)
+        self.count(plans[0].tokens_per_rank, members)
         return _result(out_MK, plans, [future.result() for future in futures])
 
     def ready(self, plans: Sequence[StepPlan], shards: Sequence[Sequence[torch.Tensor]]) -> ReadyStep | None:
@@ -171,7 +171,7 @@ class PoolSteps:
                 assert member.link is not None
                 member.link.ring(rung, number)
             answers = self._answers_alone(step, number, judge)
-            self._count(step.plans[0], step.members)
+            self.count(step.plans[0].tokens_per_rank, step.members)
             return _result(step.out_MK, step.plans, answers)
         finally:
             alone.end()
@@ -245,9 +245,10 @@ class PoolSteps:
             raise
         raise AssertionError("a step that failed has a failure")
 
-    def _count(self, plan: StepPlan, members: Sequence[Member]) -> None:
-        self._ranks.tokens_total += sum(plan.tokens_per_rank)
-        for member, count in zip(members, plan.tokens_per_rank, strict=True):
+    def count(self, tokens_per_rank: Sequence[int], members: Sequence[Member]) -> None:
+        """Counts the tokens of a step that went well. The members may have changed since it ran."""
+        self._ranks.tokens_total += sum(tokens_per_rank)
+        for member, count in zip(members, tokens_per_rank, strict=False):
             self.tokens_done[member.rank] = self.tokens_done.get(member.rank, 0) + count
 
     async def _finish(

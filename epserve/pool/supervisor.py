@@ -136,7 +136,8 @@ class Supervisor:
         """Asks all processes and their step threads. A silent one counts as hung, also while a step runs."""
         ranks, heartbeat = self._ranks, self._ranks.config.scheduler.heartbeat_s
         limit, members, asked = heartbeat - pause, list(ranks.members), time.monotonic()
-        answers = await asyncio.gather(*(_lives(member, limit) for member in members))
+        longest = ranks.config.scheduler.step_timeout_s
+        answers = await asyncio.gather(*(_lives(member, limit, longest) for member in members))
         silent = [member for member, answered in zip(members, answers, strict=True) if not answered]
         if silent and time.monotonic() - asked > limit + pause:
             log.warning("this process itself had no time for %.1f s: nobody is judged", time.monotonic() - asked)
@@ -374,8 +375,11 @@ class Supervisor:
         ranks.on_state("serving")
 
 
-async def _lives(member: Member, limit: float) -> bool:
+async def _lives(member: Member, limit: float, step_limit: float) -> bool:
     """Returns whether both the process and its step thread answer, or results of steps come in."""
     asked = time.monotonic()
     answers = await asyncio.gather(member.ping(limit), member.beat(limit))
-    return all(answers) or (member.link is not None and member.link.heard > asked)
+    if all(answers) or (member.link is not None and member.link.heard > asked):
+        return True
+    # A step of lanes that the rank serves itself: nobody here waits for its answer.
+    return answers[0] and member.pulse is not None and member.pulse.step >= 0 and member.pulse.step_seconds < step_limit

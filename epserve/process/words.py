@@ -73,16 +73,27 @@ def map_sealed(fd: int, size: int) -> mmap.mmap:
 def receive_descriptors(name: str, key: bytes) -> tuple[int, int]:
     """Returns the memory and the bell that an abstract Unix socket hands out for a key. Raises OSError, or ValueError for a
     key that the socket does not know."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    sock, memory, bell = hold_descriptors(name, key)
+    sock.close()
+    return memory, bell
+
+
+def hold_descriptors(name: str, key: bytes) -> tuple[socket.socket, int, int]:
+    """Returns the connection too. Its end tells the other side that this process uses the memory no more."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
         sock.settimeout(CONNECT_S)
         sock.connect("\0" + name)
         sock.sendall(key)
         _, descriptors, _, _ = socket.recv_fds(sock, 1, 2)
-    if len(descriptors) != 2:
-        for each in descriptors:
-            os.close(each)
-        raise ValueError("the socket does not know the key")
-    return descriptors[0], descriptors[1]
+        if len(descriptors) != 2:
+            for each in descriptors:
+                os.close(each)
+            raise ValueError("the socket does not know the key")
+    except BaseException:
+        sock.close()
+        raise
+    return sock, descriptors[0], descriptors[1]
 
 
 class Words:

@@ -261,7 +261,7 @@ class RankActor:
         self._steps.lanes = lanes = RankLanes(self._lane_device())
         lanes.configure(self._config)
         self._steps.regions = RankRegions(self._device_memory(), lanes)
-        self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda")
+        self._server = StepServer(self._answer, host=host, pin=self._device.type == "cuda", bells=self._steps)
         return self._server.address
 
     def _device_memory(self) -> DeviceMemory | None:
@@ -291,6 +291,7 @@ class RankActor:
             self._worker.warm_up()
             self._steps.generation = address.generation
             self._steps.lanes.ready(self._worker)
+            self._steps.direct.ready(self._worker, address.generation)
             log.info("ready in generation=%d on device=%s", address.generation, str(self._device))
             return {"group": grouped - start, "warm-up": time.monotonic() - grouped}
 
@@ -394,6 +395,7 @@ class RankActor:
     def _leave_group(self) -> None:
         self._steps.generation = -1
         self._steps.lanes.pause()
+        self._steps.direct.pause()
         if self._worker is not None:
             self._worker.leave()
         groups.leave(self._device)

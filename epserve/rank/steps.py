@@ -23,6 +23,8 @@ from epserve.link.step_server import MOST_KNOWN, Later, Reply, Watched
 from epserve.process.phases import COPY_OUT, IDLE
 
 from .device_memory import RankRegions, StepRows
+from .lanes.direct import STEP as STEP_OF_LANES
+from .lanes.direct import DirectLanes
 from .lanes.lanes import RankLanes
 from .step import StepPlan
 from .worker import Worker
@@ -34,7 +36,7 @@ class RankSteps:
     """`generation`: of the group that steps run in, -1: none. `aborted`: the last one whose operations were ended from outside.
 
     `step`, `started`: the one that was begun last and has not ended, or -1, and when. `regions`: clients' memory on the device.
-    `lanes`: lanes whose slots lie there.
+    `lanes`: lanes whose slots lie there. `direct`: lanes in host memory that this rank serves itself.
     """
 
     def __init__(self, poison: Callable[[], None]):
@@ -44,6 +46,7 @@ class RankSteps:
         self.step, self.started = -1, 0.0
         self.regions = RankRegions(None)
         self.lanes = RankLanes(None)
+        self.direct = DirectLanes()
         self.threads = 1
         """Operators of a step compute with so many. Torch keeps the number by thread, so the step's own thread sets it."""
         self._known: dict[bytes, StepPlan] = {}
@@ -69,13 +72,15 @@ class RankSteps:
             return {"step": step}, []
         if "lanes" in header:
             return {"step": step, **self.lanes.shown()}, []
+        if "direct" in header:
+            with self._busy:
+                return {"step": step, **self.direct.told(header["direct"])}, []
         if "region" in header:
             return {"step": step, **self._told_of_region(header["region"], rank)}, []
         with self._busy:
             try:
                 assert worker is not None
-                if torch.get_num_threads() != self.threads:
-                    torch.set_num_threads(self.threads)
+                self._take_threads()
                 with self.lanes.turn():
                     begun = self._begin(worker, header, tensors, out)
                 later = functools.partial(self._end, rank, step, header["generation"], begun, tensors)
@@ -86,6 +91,35 @@ class RankSteps:
             if header["generation"] == self.generation:  # a step of an earlier group came too late to harm this one
                 self._poison()  # NOTE: not in the except block, where the exception's frames still hold the group
             return {"step": step, "failure": failure}, []
+
+    # The bells of lanes that this rank serves itself, for the step thread (`link.step_server.Bells`).
+
+    @property
+    def fd(self) -> int:
+        return self.direct.fd
+
+    def serve(self) -> bool:
+        """Computes one step of calls that have rung. Returns whether others wait."""
+        with self._busy:
+            self._take_threads()
+            self.started, self.step = time.monotonic(), STEP_OF_LANES
+            try:
+                self.direct.serve()
+            except Exception:  # a defect: the engine's steps go on
+                log.exception("serving lanes")
+                self.direct.give_back()
+            finally:
+                self.step = -1
+            return bool(self.direct.waiting)
+
+    def leave(self) -> None:
+        """No engine is connected: the lanes go back to it."""
+        with self._busy:
+            self.direct.give_back()
+
+    def _take_threads(self) -> None:
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
 
     def _plan(self, header: dict) -> StepPlan:
         """Returns the plan in a frame. `text`: what a step by words says but for its number. It is read once."""

@@ -17,6 +17,7 @@ from epserve.protocol import lane_words as lw
 from epserve.protocol import wire
 from epserve.server.calls import Caller, Calls, is_on_this_host
 
+from .direct import DirectLanes, Keep
 from .lane import Lane
 from .on_gpu import GpuLane, GpuLanes
 from .poller import Poller
@@ -37,7 +38,9 @@ class LaneDoor:
         self.on_gpu = GpuLanes(calls)
         self.name = f"epserve-lanes-{secrets.token_hex(8)}"
         self._listener: socket.socket | None = None
-        self._keys: dict[bytes, Lane] = {}
+        self.direct = DirectLanes(calls, self.poller, lambda lane, keep: (self.name, self._key(lane, keep).hex()))
+        self._keys: dict[bytes, tuple[Lane, Keep | None]] = {}
+        self._open: set[Lane] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -47,9 +50,11 @@ class LaneDoor:
         self._listener.listen()
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._listener))
+        self.direct.start()
 
     async def drain(self, timeout_s: float) -> None:
         """Waits for the calls that have begun."""
+        await self.direct.take_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while any(lane.busy for lane in (*self.poller.lanes, *self.on_gpu.lanes)):
@@ -60,6 +65,7 @@ class LaneDoor:
             task.cancel()
         if self._listener is not None:
             self._listener.close()
+        await self.direct.stop()
         await self.on_gpu.stop()
         await self.poller.stop()
 
@@ -98,11 +104,13 @@ class LaneDoor:
                 f"max_tokens, slots: no {layout.shared} bytes of shared memory ({error.strerror})", retry_after_s=1
             ) from None
         most = layout.cap
+        self._open.add(lane)
         try:
             if isinstance(lane, GpuLane):
                 most = await self.on_gpu.open(lane, request, lambda: (self.name, self._key(lane).hex()))
             if lane.through_poller:
                 self.poller.add(lane)
+                await self.direct.give(lane)
         except BaseException:
             self.close(lane)
             raise
@@ -120,7 +128,8 @@ class LaneDoor:
         ends = [asyncio.ensure_future(each.wait()) for each in (lane.ended, self._calls.draining)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            while lane.busy and not lane.ended.is_set():  # accepted calls are finished
+            self.direct.take(lane)
+            while (lane.busy or lane in self.direct.lanes) and not lane.ended.is_set():  # accepted calls are finished
                 await asyncio.sleep(0.005)
         finally:
             for end in ends:
@@ -131,27 +140,25 @@ class LaneDoor:
 
     def close(self, lane: Lane) -> None:
         """Closes the lane, with the calls that are under way."""
-        self._keys = {key: each for key, each in self._keys.items() if each is not lane}
+        self._open.discard(lane)
+        self._keys = {key: each for key, each in self._keys.items() if each[0] is not lane}
         if isinstance(lane, GpuLane):
             self.on_gpu.close(lane, lane.why or NotReady("lane: the service has closed it; open another"))
         self.poller.remove(lane)
+        self.direct.forget(lane)
 
     def shown(self) -> pb.Lanes:
-        counts, on_gpu = self.poller.counts, self.on_gpu
+        counts, on_gpu, direct = self.poller.counts, self.on_gpu, self.direct
         return pb.Lanes(
-            open=self._open, calls=counts.calls + on_gpu.calls,
-            joined=counts.joined + on_gpu.joined, refused=counts.refused + on_gpu.refused, waited=counts.waited,
+            open=len(self._open), calls=counts.calls + direct.calls + on_gpu.calls,
+            joined=counts.joined + direct.joined + on_gpu.joined, refused=counts.refused + on_gpu.refused, waited=counts.waited,
             polling_share=self.poller.polling_share, on_gpu=len(on_gpu.lanes), gpu_polling_share=on_gpu.polling_share,
         )  # fmt: skip
 
-    @property
-    def _open(self) -> int:
-        return len({*self.poller.lanes, *self.on_gpu.lanes})
-
-    def _key(self, lane: Lane) -> bytes:
-        """Returns a new key of the lane, which works once."""
+    def _key(self, lane: Lane, keep: Keep | None = None) -> bytes:
+        """Returns a new key of the lane, which works once. keep: takes the connection that comes with the key."""
         key = secrets.token_bytes(lw.KEY_BYTES)
-        self._keys[key] = lane
+        self._keys[key] = lane, keep
         return key
 
     def _check_may_open(self, caller: Caller) -> None:
@@ -165,7 +172,7 @@ class LaneDoor:
             raise InvalidRequest(text, field="lane")
         if self._calls.draining.is_set():
             raise NotReady("the server is stopping; open the lane at another one, or again later")
-        if (number := self._open) >= limit:
+        if (number := len(self._open)) >= limit:
             text = f"{number} lanes are open, at most {limit} are (server.lanes); try again later"
             raise Overloaded(text, retry_after_s=1)
 
@@ -195,7 +202,9 @@ class LaneDoor:
 
     async def _hand_over(self, sock: socket.socket) -> None:
         """Gives the descriptors of a lane to the first connection with its key."""
-        with sock, contextlib.suppress(OSError, TimeoutError):
+        kept = False
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, TimeoutError):
+            held.callback(lambda: None if kept else sock.close())
             sock.setblocking(False)
             async with asyncio.timeout(GREETING_S):
                 sent = b""
@@ -204,11 +213,13 @@ class LaneDoor:
                     if not more:
                         return
                     sent += more
-            lane = self._lane_of(sent)
+            lane, keep = self._lane_of(sent) or (None, None)
             if lane is not None and lane.fd >= 0:
+                if keep is not None and not (kept := keep(sock)):
+                    return
                 socket.send_fds(sock, [b"\0"], [lane.fd, lane.bell])
 
-    def _lane_of(self, sent: bytes) -> Lane | None:
+    def _lane_of(self, sent: bytes) -> tuple[Lane, Keep | None] | None:
         """The lane of this key, once."""
         found: Any = None
         for key in self._keys:

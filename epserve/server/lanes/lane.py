@@ -173,6 +173,16 @@ class Lane:
     def busy(self) -> bool:
         return any(slot.busy for slot in self.slots)
 
+    def resume(self) -> None:
+        """Goes on after another process has served the lane: the calls without an answer are taken here."""
+        for number, slot in enumerate(self.slots):
+            slot.last, slot.busy = self._words.load(lw.answer_at(number)) >> 32, False
+            self._words.wake(lw.answer_at(number))  # the other process may have ended between its word and its wake-up
+
+    def rung_sum(self) -> int:
+        """Returns another number when a bell has rung since the last time."""
+        return sum(self._words.load(lw.bell_at(slot)) >> 32 for slot in range(self.layout.slots))
+
     def rung(self) -> Iterator[tuple[int, int]]:
         """Yields each slot whose bell has another number than the last, and the bell, which is read once."""
         load = self._words.load

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,9 @@ class Poller:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self._leaving: deque[tuple[Lane, asyncio.Future[bool]]] = deque()
+        """Lanes that a rank shall serve. The future tells whether the thread has left the lane."""
+        self._left: set[Lane] = set()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._began = 0.0
@@ -91,6 +95,7 @@ class Poller:
         return self.cpu_s / max(time.monotonic() - self._began, 1e-9) if self._thread is not None else 0.0
 
     def add(self, lane: Lane) -> None:
+        self._left.discard(lane)
         self._lanes = {**self._lanes, lane.bell: lane}
         self._epoll.register(lane.bell, select.EPOLLIN | select.EPOLLET)  # no read: each write is an edge
         if self._thread is None:
@@ -98,11 +103,26 @@ class Poller:
             self._thread = threading.Thread(target=self._run, name="lanes", daemon=True)
             self._thread.start()
 
+    async def release(self, lane: Lane) -> bool:
+        """Stops to look at a lane, so that a rank can serve it. Returns False where the lane has calls under way, or has gone."""
+        if lane.bell not in self._lanes:
+            return False
+        self._leaving.append((lane, future := self._loop.create_future()))
+        os.eventfd_write(self._wake, 1)
+        if not await future:
+            return False
+        self._forget(lane)
+        return not lane.closed
+
     def remove(self, lane: Lane) -> None:
+        self._forget(lane)
+        self._left.discard(lane)
+        lane.close()
+
+    def _forget(self, lane: Lane) -> None:
         if lane.bell in self._lanes:
             self._epoll.unregister(lane.bell)
             self._lanes = {bell: each for bell, each in self._lanes.items() if each is not lane}
-        lane.close()
 
     async def stop(self) -> None:
         """Returns when the thread has ended: after the step that it is at."""
@@ -110,6 +130,8 @@ class Poller:
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        while self._leaving:
+            _settle(self._leaving.popleft()[1], False)
         for lane in self.lanes:
             self.remove(lane)
         self._epoll.close()
@@ -127,10 +149,19 @@ class Poller:
                         pass
                 if self._done and (not rung or time.monotonic() - self._told > TELL_AT_LAST_S):
                     self._tell()
+                self._leave()
                 self._beat()
             except Exception:  # a defect must not end all lanes
                 log.exception("serving lanes")
             self.cpu_s = time.thread_time()
+
+    def _leave(self) -> None:
+        while self._leaving:
+            lane, future = self._leaving.popleft()
+            idle = not lane.busy and all(call.lane is not lane for call in self._waiting)
+            if idle:
+                self._left.add(lane)
+            self._loop.call_soon_threadsafe(_settle, future, idle)
 
     def _beat(self) -> None:
         if (second := int(time.monotonic())) != self._beats:
@@ -161,7 +192,7 @@ class Poller:
         self._turn += 1
         for index in range(len(lanes)):
             lane = lanes[(index + self._turn) % len(lanes)]
-            for slot, bell in () if lane.closed else tuple(lane.rung()):
+            for slot, bell in () if lane.closed or lane in self._left else tuple(lane.rung()):
                 self._begin(lane, slot, bell)
 
     def _begin(self, lane: Lane, slot: int, bell: int) -> None:
@@ -329,3 +360,8 @@ def _run(now: Any, batches: Sequence[tuple[Call, Batch]]) -> list[torch.Tensor] 
     if results is None:  # the ranks have work, or have changed
         kept.pop(call.kind, None)
     return results
+
+
+def _settle(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -1,0 +1,136 @@
+"""The lanes that the only rank serves itself: who serves them now, and the news of their calls.
+
+A lane goes to a rank by a frame of its link, with a key for the lane's memory. It comes back when the rank closes the connection
+that the memory came by, so nothing here has to be asked whether it is the front end's again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from epserve.link.failure import RankLost
+from epserve.pool.pool import Pool
+
+from .records import StepPart, StepRecord
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""Longest wait for a rank's answer. It comes behind the steps that the rank has been sent."""
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A lane that a rank serves, by its number there."""
+
+    number: int
+    link: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DoneCall:
+    """A call that a rank has answered. Times are time.monotonic() seconds."""
+
+    lane: int
+    layer: int
+    tokens: int
+    seen: float
+    ended: float
+    joined: bool
+    """It shared its step with others."""
+
+
+class DirectLanes:
+    """Gives lanes to the rank, in the engine's loop."""
+
+    def __init__(self, scheduler: Scheduler, ranks: Pool):
+        self._scheduler, self._ranks = scheduler, ranks
+        self._numbers = itertools.count(1)
+        self._names: dict[int, str] = {}
+        self._done: list[DoneCall] = []
+        self.cpu_s = 0.0
+        """Processor time of the rank's step thread, as it last told."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether a rank can serve lanes now: it is the only one, computes on this host's processors, and has every expert."""
+        ranks = self._ranks
+        return (
+            ranks.serving.is_set()
+            and ranks.num_ranks == 1
+            and ranks.device == "cpu"
+            and not ranks.missing
+            and all(member.link is not None and member.link.words is not None for member in ranks.members)
+        )
+
+    async def give(self, lane: Mapping[str, Any], name: str) -> Served | None:
+        """Lets the rank serve a lane (`rank.lanes.direct.DirectLanes.told`). Returns None when it does not."""
+        if not self.possible:
+            return None
+        served = Served(next(self._numbers), self._ranks.members[0].link)
+        self._names[served.number] = name
+        answer = await self._ask(served.link, {**lane, "open": served.number})
+        if answer is None or "refused" in answer:
+            log.debug("the rank takes no lane: %s", answer)
+            self.take(served)  # it may open it later
+            return None
+        self._tell(answer)
+        return served
+
+    def take(self, served: Served) -> None:
+        """Asks for a lane back. Its connection then ends, after the step that the rank is at."""
+        if not served.link.lost:
+            asked = served.link.ask({"direct": {"close": served.number}})
+            asked.add_done_callback(self._told)
+        self._names.pop(served.number, None)
+
+    async def news(self) -> list[DoneCall]:
+        """Returns the calls that the rank has answered since the last time."""
+        for member in list(self._ranks.members[:1]):
+            while member.link is not None and not member.link.lost:
+                if (answer := await self._ask(member.link, {})) is None:
+                    break
+                self._tell(answer)
+                if not answer["more"]:
+                    break
+        done, self._done = self._done, []
+        return done
+
+    async def _ask(self, link: Any, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+        future = link.ask({"direct": asked})
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.shield(future)
+        except (TimeoutError, RankLost):
+            future.add_done_callback(lambda each: each.cancelled() or each.exception())
+            return None
+
+    def _told(self, future: asyncio.Future[dict[str, Any]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._tell(future.result())
+
+    def _tell(self, answer: Mapping[str, Any]) -> None:
+        """Counts the steps of an answer as the scheduler's own."""
+        if "steps" not in answer:
+            return
+        self.cpu_s = answer["cpu_s"]
+        for layer, mode, start, end, phases, calls in answer["steps"]:
+            parts = (
+                StepPart(request_id=self._names.get(lane, ""), tokens=rows, queued=seen)
+                for lane, rows, seen, _ in calls
+            )
+            record = StepRecord(
+                step=self._scheduler.next_number(), layer=layer, mode=mode, tokens_per_rank=(sum(call[1] for call in calls),),
+                started=start, ended=end, phases=(phases,),
+                parts=tuple(parts),
+            )  # fmt: skip
+            self._ranks.steps.count(record.tokens_per_rank, self._ranks.members)
+            self._scheduler.did(record)
+            joined = len(calls) > 1
+            self._done += [DoneCall(lane, layer, rows, seen, ended, joined) for lane, rows, seen, ended in calls]

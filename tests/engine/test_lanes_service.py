@@ -4,7 +4,6 @@ and change."""
 import asyncio
 import os
 import signal
-import threading
 
 import pytest
 import pytest_asyncio
@@ -16,15 +15,14 @@ from epserve.models.demo import reference_block
 from epserve.process import words
 from epserve.server.server import Server
 from tests.support.checkpoints import LAYER, write
-from tests.support.recovering import BACK_S, TOLERANCE, back, pids, running, spare, until
+from tests.support.lanes import LIMIT_S, Clients, tokens
+from tests.support.recovering import back, pids, running, spare, until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(words.why_not()), reason=words.why_not() or "-"),
 ]
-LIMIT_S = 200
-CALL_S = BACK_S + 60
 
 
 @pytest.fixture(scope="module")
@@ -44,64 +42,6 @@ async def service(path):
         await server.start()
         yield engine, server
         await server.stop()
-
-
-def tokens(count, seed=0):
-    return torch.randn((count, 64), generator=torch.Generator().manual_seed(1000 * seed + count))
-
-
-class Clients:
-    """Threads that call one layer without pause, over lanes and over gRPC. Every answer is compared."""
-
-    def __init__(self, address, reference, *, lanes=2, messages=1):
-        self._address, self._reference = address, reference
-        self.over_lanes, self.over_grpc = [0] * lanes, [0] * messages
-        self.errors = []
-        self._stop = threading.Event()
-        work = [(self._lane, number) for number in range(lanes)] + [(self._grpc, number) for number in range(messages)]
-        self._threads = [threading.Thread(target=self._watched, args=each) for each in work]
-        for thread in self._threads:
-            thread.start()
-
-    def _watched(self, function, number):
-        try:
-            function(number)
-        except BaseException as error:
-            self.errors.append(error)
-
-    def _lane(self, number):
-        with Client(self._address) as client, client.open_lane(16, slots=2, call_timeout=CALL_S) as lane:
-            x = tokens(1 + 5 * number, number)
-            expected = self._reference(x)
-            while not self._stop.is_set():
-                lane.x()[: len(x)] = x
-                torch.testing.assert_close(lane.call(LAYER, len(x)).clone(), expected, **TOLERANCE)
-                lane.check()
-                torch.testing.assert_close(lane.forward(LAYER, x), expected, **TOLERANCE)
-                self.over_lanes[number] += 2
-
-    def _grpc(self, number):
-        with Client(self._address) as client:
-            x = tokens(3 + number, 50 + number)
-            expected = self._reference(x)
-            while not self._stop.is_set():
-                torch.testing.assert_close(client.forward(LAYER, x, timeout=CALL_S), expected, **TOLERANCE)
-                self.over_grpc[number] += 1
-
-    async def more(self, count=5):
-        """Returns when each client has had so many answers more."""
-        want = [done + count for done in (*self.over_lanes, *self.over_grpc)]
-        await until(
-            lambda: self.errors or all(has >= each for has, each in zip((*self.over_lanes, *self.over_grpc), want, strict=True)),
-            LIMIT_S, "answers",
-        )  # fmt: skip
-        assert not self.errors, self.errors
-
-    async def end(self):
-        self._stop.set()
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join, LIMIT_S)
-        assert not self.errors, self.errors
 
 
 async def test_the_bits_of_grpc_and_no_queue_while_the_ranks_are_idle(service):

@@ -381,5 +381,5 @@ async def _lives(member: Member, limit: float, step_limit: float) -> bool:
     answers = await asyncio.gather(member.ping(limit), member.beat(limit))
     if all(answers) or (member.link is not None and member.link.heard > asked):
         return True
-    # A step of lanes that the rank serves itself: nobody here waits for its answer.
+    # The step thread may be at a step of lanes, which has a deadline of its own.
     return answers[0] and member.pulse is not None and member.pulse.step >= 0 and member.pulse.step_seconds < step_limit

@@ -3,7 +3,8 @@
 One service on CPU ranks of this machine, one client in a process of its own. The client sends the same batch over a lane, in
 a region and in messages, in turn, since the machine's load changes. The kernel's time of each call is the sum of its step's
 phases on the slowest rank, by that rank's own clock. What is left of the call's time is the way there and back. Then 1 and 64
-lanes with one call under way each, driven by one thread, and the processor time of the lanes' thread while no bell rings.
+lanes with one call under way each, driven by one thread, and the processor time of the lanes' thread and of the whole rank
+while no bell rings.
 
 The machine's load is written beside the figures: on two cores that other programs use, the tenth percentile says more than
 the median.
@@ -32,6 +33,7 @@ from epserve.service.run import running
 
 RESULT = Path(__file__).parent / "results" / "lanes.json"
 SIZES = {"hidden": 2048, "intermediate": 256, "num_experts": 16, "top_k": 2, "num_layers": 2, "seed": 1}
+DTYPE = "float32"
 WAYS = ("lane", "region", "messages")
 TOKENS = {1: 200, 16: 200, 1024: 15}  # tokens of a call: calls of each way
 LANES = (1, 64)
@@ -131,12 +133,21 @@ async def measure(config, layer: int, scale: float) -> dict:
                      for lanes in LANES}  # fmt: skip
             result["calls_per_s"] = rates
             await asyncio.sleep(1.5)  # the thread counts its time when it wakes
-            before, start = server.lanes_cpu_s, time.monotonic()
+            rank = engine.status().ranks[0].pid
+            before, rank_before, start = server.lanes_cpu_s, cpu_s(rank), time.monotonic()
             await asyncio.to_thread(pool.apply, hold, (server.address,))
             await asyncio.sleep(1.5)
-            result["idle_share_of_a_core"] = round((server.lanes_cpu_s - before) / (time.monotonic() - start), 4)
-            print(rates, result["idle_share_of_a_core"], flush=True)
+            took = time.monotonic() - start
+            result["idle_share_of_a_core"] = round((server.lanes_cpu_s - before) / took, 4)
+            result["idle_share_of_rank"] = round((cpu_s(rank) - rank_before) / took, 4)
+            print(rates, result["idle_share_of_a_core"], result["idle_share_of_rank"], flush=True)
             return result
+
+
+def cpu_s(pid: int) -> float:
+    """Returns the processor time of a process, all of its threads."""
+    spent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
 
 
 def hold(address: str) -> None:
@@ -157,14 +168,18 @@ def main() -> None:
         path = write_demo_checkpoint("mixtral", Path(folder) / "model", **SIZES)
         engine = {"ranks": options.ranks, "device": "cpu"}
         config = parse_config(
-            {"model": {"path": str(path or Path(folder) / "model")}, "engine": engine, "server": {"port": 0}},
+            {
+                "model": {"path": str(path or Path(folder) / "model"), "dtype": DTYPE},
+                "engine": engine,
+                "server": {"port": 0},
+            },
             "benchmark",
         )
         result = asyncio.run(measure(config, 0, options.scale))
     report = {
         "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine(), "torch": torch.__version__},
         "load": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
-        "sizes": SIZES, "ranks": options.ranks, **result,
+        "sizes": SIZES, "dtype": DTYPE, "ranks": options.ranks, **result,
     }  # fmt: skip
     if options.json is not None:
         reports.save(options.json, report)

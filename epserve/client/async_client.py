@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,13 @@ from epserve.protocol import status
 from epserve.protocol.frames import experts_stub
 
 from .attempts import Attempts, Readiness
+from .checks import bounded
 from .clients import POLL_S, AnyRegion
 from .cuda_region import CudaClientRegion
 from .endpoint import Endpoint
 from .exchange import OutgoingRequest, ReplyAssembly, WireFormat
+from .lanes import AsyncLane, Lane
+from .lanes import request as lane_request
 from .options import ClientOptions
 from .pipeline import Pipeline
 from .region import ClientRegion
@@ -104,10 +107,34 @@ class AsyncClient(Endpoint):
             yield region
 
     @asynccontextmanager
+    async def open_lane(
+        self, max_tokens: int, *, slots: int = 1, layers: Iterable[int] = (), call_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[AsyncLane]:  # fmt: skip
+        """Does the same as Client.open_lane, for tensors in the host's memory."""
+        attempts = self._attempts(timeout)
+        wanted = lane_request(
+            max_tokens=max_tokens, slots=slots, layers=layers,
+            timeout_s=bounded(self.options.timeout_s if call_timeout is None else call_timeout),
+            priority=self.options.priority,
+        )  # fmt: skip
+        call, reply = await self._hold(self._stub.OpenLane, wanted, attempts, "open the lane")
+        try:
+            lane = AsyncLane(await asyncio.to_thread(Lane, reply, self.options.retry))
+            try:
+                call.add_done_callback(lambda _: lane.lane.lost())
+                yield lane
+            finally:
+                lane.close()
+        finally:
+            call.cancel()
+
+    @asynccontextmanager
     async def _registered(self, region: AnyRegion, timeout: float | None) -> AsyncIterator[AnyRegion]:
         try:
             attempts = self._attempts(timeout)
-            call = await self._hold(region, attempts)
+            call, reply = await self._hold(self._stub.HoldRegion, region.request(), attempts, "register the region")
+            region.registered(reply)
             call.add_done_callback(lambda _: region.lost())
             region.async_bell = await region.bell.for_asyncio()
             try:
@@ -157,17 +184,17 @@ class AsyncClient(Endpoint):
         self._check_open()
         return self._stub.ForwardStream(metadata=metadata)
 
-    async def _hold(self, region: ClientRegion | CudaClientRegion, attempts: Attempts) -> Any:
+    async def _hold(self, method: Any, request: Any, attempts: Attempts, what: str) -> tuple[Any, Any]:
+        """Starts an RPC that keeps something for as long as it runs. Returns the RPC and its only reply."""
         while True:
             self._check_open()
-            call = self._stub.HoldRegion(region.request(), metadata=self.options.metadata)
+            call = method(request, metadata=self.options.metadata)
             try:
                 async with asyncio.timeout(attempts.remaining()):
-                    region.registered(await anext(aiter(call)))
-                return call
+                    return call, await anext(aiter(call))
             except (grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
                 call.cancel()
-                wait = attempts.wait_after(self._not_held(error, attempts, "register the region"))
+                wait = attempts.wait_after(self._not_held(error, attempts, what))
             await asyncio.sleep(wait)
 
     async def _simple(self, method: Any, request: Any, timeout: float | None) -> Any:

@@ -103,6 +103,8 @@ class Words:
         self._words = memoryview(mapping).cast("B").cast("Q")
         self._halves = memoryview(mapping).cast("B").cast("I")
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._addresses: dict[int, ctypes.c_void_p] = {}
+        """The upper half of each word that was waited for, as the kernel takes it."""
 
     def load(self, offset: int) -> int:
         return self._words[offset >> 3]
@@ -120,7 +122,7 @@ class Words:
 
     def wake(self, offset: int) -> None:
         """Wakes all that wait for this word."""
-        _syscall(SYS_FUTEX, ctypes.c_void_p(self._start + offset + 4), FUTEX_WAKE, MANY, None, None, 0)
+        _syscall(SYS_FUTEX, self._address(offset), FUTEX_WAKE, MANY, None, None, 0)
 
     def wait(self, offset: int, number: int, until: float) -> None:
         """Sleeps while the word's number is `number`, until `until` (time.monotonic) at most. It may return early."""
@@ -133,5 +135,10 @@ class Words:
         left = min(until - time.monotonic(), LONGEST_SLEEP_S)
         if left > 0 and halves[half] == number:
             timeout = _TimeSpec(int(left), int(left % 1 * 1e9))
-            address = ctypes.c_void_p(self._start + offset + 4)
-            _syscall(SYS_FUTEX, address, FUTEX_WAIT, ctypes.c_uint32(number), ctypes.byref(timeout), None, 0)
+            expected = ctypes.c_uint32(number)
+            _syscall(SYS_FUTEX, self._address(offset), FUTEX_WAIT, expected, ctypes.byref(timeout), None, 0)
+
+    def _address(self, offset: int) -> ctypes.c_void_p:
+        if (found := self._addresses.get(offset)) is None:
+            found = self._addresses[offset] = ctypes.c_void_p(self._start + offset + 4)
+        return found

@@ -49,6 +49,7 @@ class RankSteps:
         self.direct = DirectLanes()
         self.threads = 1
         """Operators of a step compute with so many. Torch keeps the number by thread, so the step's own thread sets it."""
+        self._threads_taken = (0, 0)
         self._known: dict[bytes, StepPlan] = {}
         self._busy = threading.RLock()
         self._begun: queue.Queue[int] = queue.Queue()
@@ -100,6 +101,8 @@ class RankSteps:
 
     def serve(self) -> bool:
         """Computes one step of calls that have rung. Returns whether others wait."""
+        if not self.direct.open:
+            return False
         with self._busy:
             self._take_threads()
             self.started, self.step = time.monotonic(), STEP_OF_LANES
@@ -118,8 +121,10 @@ class RankSteps:
             self.direct.give_back()
 
     def _take_threads(self) -> None:
-        if torch.get_num_threads() != self.threads:
+        taken = threading.get_ident(), self.threads
+        if self._threads_taken != taken:
             torch.set_num_threads(self.threads)
+            self._threads_taken = taken
 
     def _plan(self, header: dict) -> StepPlan:
         """Returns the plan in a frame. `text`: what a step by words says but for its number. It is read once."""

@@ -104,6 +104,11 @@ class Server:
         return self._page.port if self._page is not None else 0
 
     @property
+    def lanes(self) -> pb.Lanes:
+        """Returns what lanes have done since the start."""
+        return self._lanes.shown() if self._lanes is not None else pb.Lanes()
+
+    @property
     def lanes_cpu_s(self) -> float:
         """Returns the processor time of the thread that serves lanes, at most a second old."""
         return self._lanes.poller.cpu_s if self._lanes is not None else 0.0

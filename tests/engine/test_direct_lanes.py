@@ -92,7 +92,9 @@ async def test_the_bits_of_grpc_without_the_front_end(service):
     assert through_thread(server) == taken, "the rank has answered all"
     await until(lambda: engine.status().steps == steps + 30, LIMIT_S, "the steps are counted")
     assert engine.status().ranks[0].tokens_done == before + 6 * 59
-    assert server._lanes.shown().calls == 15
+    await until(
+        lambda: server._lanes.shown().calls == 15, LIMIT_S, "the calls are counted, also the last ones of the lane"
+    )
     await until(lambda: direct(server) == 0, LIMIT_S, "the lane is closed at the rank")
     text = generate_latest(server._observer.metrics.registry).decode()
     assert "epserve_lane_calls_total 15.0" in text and 'epserve_requests_total{status="OK"} 30.0' in text

@@ -16,31 +16,13 @@ from epserve.process import words
 from epserve.protocol import lane_words as lw
 from tests.support.fake_engine import FakeEngine, serving
 from tests.support.grpc_calls import in_thread
+from tests.support.lanes import Raw
 
 LIMIT_S = 50
 ONCE = ClientOptions(retry=RetryPolicy(attempts=1))
 HIDDEN = 32
 
 pytestmark = pytest.mark.skipif(bool(words.why_not()), reason=words.why_not() or "-")
-
-
-class Raw:
-    """A client that writes what it likes into the words of its lane."""
-
-    def __init__(self, lane):
-        self.lane, self.words = lane, lane._words
-
-    def ring(self, number, header, slot=0):
-        self.words.store(lw.bell_at(slot), number, header)
-        os.eventfd_write(self.lane._bell, 1)
-
-    def answer(self, number, slot=0):
-        """The status of call `number`."""
-        end = time.monotonic() + LIMIT_S
-        while (word := self.words.load(lw.answer_at(slot))) >> 32 != number & 0xFFFFFFFF:
-            assert time.monotonic() < end, "never answered"
-            self.words.wait(lw.answer_at(slot), word >> 32, end)
-        return word & 0xFFFFFFFF
 
 
 async def test_headers_out_of_range_are_answered_and_harm_nobody():

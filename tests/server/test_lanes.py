@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from epserve.client import Client, ClientOptions, RetryPolicy
+from epserve.client import AsyncClient, Client, ClientOptions, RetryPolicy
 from epserve.client.lanes import ways
 from epserve.client.session import connect
 from epserve.errors import (
@@ -63,6 +63,31 @@ async def test_the_same_bits_as_over_grpc():
     async with serving(FakeEngine(LocalExperts())) as server:
         await in_thread(calls, server.address)
         await until(lambda: not server._lanes.poller.lanes)
+
+
+async def test_lanes_in_an_event_loop():
+    async def held(batch):
+        await gate.wait()
+        return batch.hidden * 2
+
+    gate, engine = asyncio.Event(), FakeEngine(held)
+    async with serving(engine) as server, AsyncClient(server.address, ONCE) as client:
+        async with client.open_lane(4, slots=2) as lane:
+            x = torch.randn(3, HIDDEN)
+            both = [asyncio.ensure_future(lane.forward(1, x)), asyncio.ensure_future(lane.forward(2, x))]
+            await until(lambda: engine.running == 2)
+            gate.set()
+            for each in both:
+                assert torch.equal(await asyncio.wait_for(each, LIMIT_S), x * 2)
+            lane.lane.x(1)[:2] = 3.0
+            assert torch.equal(await lane.call(7, 2, slot=1), torch.full((2, HIDDEN), 6.0))
+            assert torch.equal(await lane.retry(slot=1), torch.full((2, HIDDEN), 6.0))
+            with pytest.raises(InvalidRequest, match="hidden_states"):
+                await lane.forward(1, torch.full((1, HIDDEN), float("nan")))
+            lane.check()
+        await until(lambda: not server._lanes.poller.lanes)
+        with pytest.raises(NotReady, match="closed"):
+            lane.lane.call(1, 1)
 
 
 async def test_an_operator_of_torch_that_compilers_keep_whole():

@@ -2,6 +2,7 @@
 for compiled code. It may import what the clients may.
 """
 
+from .for_asyncio import AsyncLane
 from .lane import Lane, request
 
-__all__ = ["Lane", "request"]
+__all__ = ["AsyncLane", "Lane", "request"]

@@ -34,6 +34,10 @@ MARGIN_S = 1.0
 """The client waits so much longer for an answer than the service takes at most, so that the service's error comes first."""
 
 
+MOST_KINDS = 1024
+"""The kinds of calls that are remembered."""
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
     """`number`, `header`: of the last bell. `since`: when it rang. `owed`: no answer to it has been seen."""
@@ -80,6 +84,8 @@ class Lane:
         self._ended = ""
         self._ringing = threading.Lock()  # a bell is not written once its descriptor is another file's
         self._errors: list[EpserveError] = []
+        self._headers: dict[tuple[int, int, bool], int] = {}
+        """(layer, tokens, routed) -> the lower half of the bell of such a call, whose arguments have been checked."""
         self._tensors: dict[tuple[str, int], Any] = {}
         with torch.inference_mode(False):  # else no call outside of that mode could write them
             self._mapped()
@@ -134,9 +140,15 @@ class Lane:
     def start(self, layer: int, tokens: int, *, slot: int = 0, routed: bool = False) -> None:
         """Begins a call, which `finish` waits for."""
         held = self._slots[self._checked(slot)]
-        number = self._checked_call(layer, tokens)
+        kind = (layer, tokens, routed)
+        header = self._headers.get(kind) if type(layer) is int and type(tokens) is int else None
+        if header is None:
+            number = self._checked_call(layer, tokens)
+            header = lw.header(mode=lw.ROUTED if routed else lw.BLOCK, layer=layer, tokens=number)
+            if len(self._headers) < MOST_KINDS:
+                self._headers[kind] = header
         self._check_answered(slot)
-        held.header = lw.header(mode=lw.ROUTED if routed else lw.BLOCK, layer=layer, tokens=number)
+        held.header = header
         self._ring(slot)
 
     def finish(self, *, slot: int = 0, timeout: float | None = None) -> Any:
@@ -298,6 +310,8 @@ class Lane:
             raise CallerError(f"slot {slot}: its last call has not been answered; finish it, or use another slot")
 
     def _checked(self, slot: int) -> int:
+        if type(slot) is int and 0 <= slot < self.slots:
+            return slot
         if (number := whole_number(slot)) is None or not 0 <= number < self.slots:
             raise InvalidRequest(f"slot: {slot!r}, the lane has 0 to {self.slots - 1}", field="slot")
         return number

@@ -41,6 +41,8 @@ MOST_RECORDS = 1 << 14
 """Most steps that are kept until the front end asks for them. Beyond it the oldest are only counted."""
 MOST_TOLD = 1024
 """Most steps in one answer to the front end."""
+FEW = 4
+"""So many lanes are looked at one by one."""
 STEP_DECAY = 0.8
 
 
@@ -100,7 +102,7 @@ class _Lane:
     cap: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
     lane: _Lane
     slot: _Slot
@@ -140,6 +142,11 @@ class DirectLanes:
         self._batch = _Batch()
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self._records: deque[tuple[Any, ...]] = deque(maxlen=MOST_RECORDS)
+
+    @property
+    def open(self) -> bool:
+        """Whether this rank serves any lane."""
+        return bool(self._lanes)
 
     def ready(self, worker: Worker, generation: int) -> None:
         """Takes lanes from now on, and computes on this worker."""
@@ -227,7 +234,11 @@ class DirectLanes:
 
     def serve(self) -> None:
         """Computes one step for calls that have rung, and answers them."""
-        self._collect(0)
+        if len(self._lanes) <= FEW:  # the bell is found before the kernel is asked which one it was
+            for lane in list(self._lanes.values()):
+                self._look(lane)
+        if not self.waiting:
+            self._collect(0)
         if not self.waiting or self._worker is None:
             return
         config: SchedulerConfig = self._worker.config.scheduler

@@ -53,7 +53,6 @@ class DirectLanes:
         """key: returns the socket that hands a lane's memory out, and a key for it. `Keep` takes its connection."""
         self._calls, self._poller, self._key = calls, poller, key
         self._held: dict[Lane, _Held] = {}
-        self._of_number: dict[int, Lane] = {}
         self._giving: set[Lane] = set()
         self._looking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -88,7 +87,7 @@ class DirectLanes:
         served = None
         try:
             name, key = self._key(lane, keep)
-            served = await server.give({**_described(lane), "socket": name, "key": key}, lane.name)
+            served = await server.give({**_described(lane), "socket": name, "key": key}, lane.name, self._count)
         finally:
             waiting = False
             if brought:  # without `served` the rank is about to let it go
@@ -100,8 +99,6 @@ class DirectLanes:
 
     def _watch(self, lane: Lane, served: Any, sock: socket.socket) -> None:
         held = self._held[lane] = _Held(lane, served, sock, asked=False)
-        if served is not None:
-            self._of_number[served.number] = lane
         sock.setblocking(False)
         self._loop.add_reader(sock, self._readable, held)
 
@@ -114,6 +111,7 @@ class DirectLanes:
                 pass
             self._loop.remove_reader(held.held)
             held.held.close()
+            self.take(held.lane)  # for the news of its last calls
             self._held.pop(held.lane, None)
             self._back(held.lane)
 
@@ -186,7 +184,7 @@ class DirectLanes:
                     if server is not None and server.possible:
                         await self.give(lane)
                 if server is not None and self._have_rung():
-                    self._count(await server.news())
+                    await server.news()
             except Exception:  # a defect must not end the look at rights
                 log.exception("looking after lanes")
 
@@ -198,22 +196,14 @@ class DirectLanes:
             found |= held.rung != rung
         return found
 
-    def _count(self, done: Any) -> None:
-        observer = self._calls.observer
-        self.calls += len(done)
-        for call in done:
-            self.joined += call.joined
-            if (lane := self._of_number.get(call.lane)) is None:
-                continue
-            size = call.tokens * lane.layout.hidden * lane.layout.itemsize
-            seconds = call.ended - call.seen
-            observer.metrics.request("OK", seconds, tokens=call.tokens, received=size, sent=size)
-            observer.history.request(seconds)
-
-    def forget(self, lane: Lane) -> None:
-        """The lane is closed."""
-        self.take(lane)
-        self._of_number = {number: each for number, each in self._of_number.items() if each is not lane}
+    def _count(self, call: Any) -> None:
+        """Counts a call (`engine.direct_lanes.DoneCall`) as any request."""
+        observer, info = self._calls.observer, self._calls.engine.info
+        self.calls += 1
+        self.joined += call.joined
+        size, seconds = call.tokens * info.hidden * info.dtype.itemsize, call.ended - call.seen
+        observer.metrics.request("OK", seconds, tokens=call.tokens, received=size, sent=size)
+        observer.history.request(seconds)
 
 
 def _described(lane: Lane) -> dict[str, Any]:

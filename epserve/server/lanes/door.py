@@ -145,7 +145,7 @@ class LaneDoor:
         if isinstance(lane, GpuLane):
             self.on_gpu.close(lane, lane.why or NotReady("lane: the service has closed it; open another"))
         self.poller.remove(lane)
-        self.direct.forget(lane)
+        self.direct.take(lane)
 
     def shown(self) -> pb.Lanes:
         counts, on_gpu, direct = self.poller.counts, self.on_gpu, self.direct

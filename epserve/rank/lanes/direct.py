@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,8 +53,10 @@ class Worker(Protocol):
     info: Any
     ranks: Any
     clock: Any
-    placements: dict[int, Any]
     left_out: dict[int, tuple[int, ...]]
+
+    @property
+    def placements(self) -> Mapping[int, Any]: ...
 
     def step(self, plan: StepPlan, x_MK: Any, ids_Mt: Any, weights_Mt: Any) -> torch.Tensor: ...
 

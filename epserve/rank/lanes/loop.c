@@ -41,7 +41,7 @@ struct layer { struct size sizes[MODES][SIZES]; };
 
 // Where a lane lies. x and y are offsets in a slot on the GPU, ids and weights from the start of the page, in the first slot.
 struct place { u64 page, page_device, rows, slot_bytes, x, y, routing_bytes, ids, weights; u32 slots, most; };
-struct slot { u32 taken, job, tokens, pad; u64 seen; };
+struct slot { u32 taken, job; u64 seen; };
 struct counts { u64 calls, tokens, joined, refused, failed, busy_ns; };
 struct lane { _Atomic int open; struct place at; uint8_t *layers; struct slot slot[SLOTS]; struct counts counts; };
 
@@ -170,13 +170,13 @@ static int launch(struct loop *d, const struct found *found, u32 n, u32 total) {
     u32 tokens = tokens_of(found[f].bell), number = number_of(found[f].bell);
     u64 rows = l->at.rows + found[f].slot * l->at.slot_bytes;
     u64 said = l->at.page_device + ANSWER_AT + PER_SLOT * found[f].slot;
+    held->taken = number, held->job = job;
+    l->counts.calls++, l->counts.tokens += tokens, l->counts.joined += n > 1;  // before the client can see an answer
     e = c->copy(rows + l->at.y, b->out + (u64)row * b->row_bytes, (size_t)tokens * b->row_bytes, d->stream);
     // The status, then the number: the stream keeps the order, and a write of a value has a fence of the whole system before it.
     if (!e) e = c->copy(said, b->status + 4ull * f, 4, d->stream);
     if (!e) e = c->write(d->stream, said + 4, number, 0);
     if (!e) e = c->write(d->stream, said + ARRIVED_AT, 1, 0);
-    held->taken = number, held->job = job, held->tokens = tokens;
-    l->counts.calls++, l->counts.tokens += tokens, l->counts.joined += n > 1;
     row += tokens;
   }
   if (!e) e = c->write(d->stream, d->finished_device, job, 0);

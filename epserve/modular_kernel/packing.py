@@ -1,14 +1,23 @@
 """Describes the packing of a layer's weights by an experts class, and turns packed weights back into rows.
 
-Packed weights keep the shape and dtype of plain ones, so they take as much memory and replace them. Only plain rows move
+Packed weights keep the shape and dtype of plain ones, and replace them. Only plain rows move
 between ranks: a rank that receives an expert packs it for its own backend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+
+
+class HowPacked(Protocol):
+    """The layout that an experts class gave the matrices of a layer."""
+
+    def matrices(self, weights: Any, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns both matrices of one expert of these ExpertWeights as plain rows, in new memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +30,10 @@ class Packing:
     rows: int
     run: int = 1
     interleaved: bool = False
+
+    def matrices(self, weights: Any, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        w13_NK, w2_KN = weights.w13_eNK[expert], weights.w2_eKN[expert]
+        return self.plain(w13_NK, first=True), self.plain(w2_KN, first=False)
 
     def plain(self, packed_NK: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Returns one expert's matrix as `ExpertWeights` describes it, in new memory. first: it is the matrix of gate and up."""

@@ -15,7 +15,7 @@ import torch
 
 from epserve.errors import ConfigError
 
-from .packing import Packing
+from .packing import HowPacked
 
 
 class FusedMoEActivationFormat(enum.Enum):
@@ -135,7 +135,7 @@ class ExpertWeights:
     s2: torch.Tensor | None = None
     a1: torch.Tensor | None = None
     a2: torch.Tensor | None = None
-    packing: Packing | None = None
+    packing: HowPacked | None = None
     """The layout of `w13_eNK` and `w2_eKN` in memory after an experts class packed them. None: plain rows."""
     derived: dict = field(default_factory=dict, compare=False, repr=False)
     """Values that an experts class made from these tensors (repacked weights, TMA descriptors), keyed by its own name."""
@@ -146,10 +146,9 @@ class ExpertWeights:
 
     def matrices(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the two matrices of one expert as plain rows: views, or copies of packed ones."""
-        w13_NK, w2_KN = self.w13_eNK[expert], self.w2_eKN[expert]
         if self.packing is None:
-            return w13_NK, w2_KN
-        return self.packing.plain(w13_NK, first=True), self.packing.plain(w2_KN, first=False)
+            return self.w13_eNK[expert], self.w2_eKN[expert]
+        return self.packing.matrices(self, expert)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         names = ("w13_eNK", "w2_eKN", "b13", "b2", "s13", "s2", "a1", "a2")

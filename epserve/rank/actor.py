@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -23,9 +22,8 @@ from epserve.modular_kernel import RankContext
 from epserve.process import allocator, logs
 from epserve.rank.setup import cores
 
-from . import groups
+from . import device, groups
 from .device_memory import CudaMemory, DeviceMemory, RankRegions
-from .endings import start_ticks, wait_for_end
 from .groups import GroupAddress, hang_up
 from .lanes import native
 from .lanes.lanes import CudaDevice, Device, RankLanes
@@ -44,7 +42,6 @@ from .worker import Worker
 
 log = logging.getLogger(__name__)
 
-CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 LANES_FAILED = 70  # sysexits.h, EX_SOFTWARE
 TRIM_S = 15.0
 """Seconds after which a CPU rank returns free memory to the system. Batches of all sizes come and go on its heap."""
@@ -146,7 +143,7 @@ class RankActor:
             backends.all2all.get(each.all2all)
             for name in (each.experts, *each.rivals):
                 backends.experts.get(name)
-        if _driver_started():  # the driver has then read CUDA_VISIBLE_DEVICES too early
+        if device.driver_started():  # the driver has then read CUDA_VISIBLE_DEVICES too early
             raise InternalError(
                 "something that was imported has started CUDA: a standby could not choose its GPU any more"
             )
@@ -188,24 +185,8 @@ class RankActor:
 
     def _take_device(self) -> str:
         """Takes the device. Returns the GPU's id, empty on a CPU."""
-        torch.set_num_threads(1)
-        self._device = torch.device("cpu")
-        if (before := self._before_me) is not None:
-            wait_for_end(before)  # until then its memory is not free, here and on the GPU
-        if self._device_kind != "cuda":
-            return ""
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before.visible  # read when the context is made
-        self._device = torch.device("cuda", 0)  # Ray shows each rank its own GPU only
-        torch.cuda.set_device(self._device)
-        torch.zeros(1, device=self._device)  # makes the context
-        if self._config.cluster.ranks_per_gpu > 1:
-            groups.share_gpu()
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        if before is not None and uuid != before.gpu_uuid:
-            raise NotReady(
-                f"this process sees GPU {uuid} and was to take {before.gpu_uuid} over: another one must start"
-            )
+        shared = self._config.cluster.ranks_per_gpu > 1
+        self._device, uuid = device.take(self._device_kind, self._before_me, shared=shared)
         return uuid
 
     def locate(self, rank: int) -> RankFacts:
@@ -241,7 +222,7 @@ class RankActor:
             node_ip=address,
             device=str(self._device),
             gpu_uuid=uuid,
-            started=start_ticks(),
+            started=device.start_ticks(),
             visible=os.environ.get("CUDA_VISIBLE_DEVICES", "") if uuid else "",
             location=self._location,
         )
@@ -430,12 +411,3 @@ class RankActor:
     def _overlaps(self) -> bool:
         """Returns whether a step still runs after all of its work is queued."""
         return self._device.type == "cuda"
-
-
-def _driver_started() -> bool:
-    """Returns whether any code in this process has called cuInit. Torch knows only its own calls."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED

@@ -17,9 +17,9 @@ from epserve.link.failure import Failure
 from epserve.pool import reserves
 from epserve.pool.ray_cluster import Gang, Place
 from epserve.pool.reserves import SPARE, STANDBY, Reserve
-from epserve.rank import endings
+from epserve.rank import device
 from epserve.rank.actor import RankActor
-from epserve.rank.endings import lives, start_ticks, wait_for_end
+from epserve.rank.device import lives, start_ticks, wait_for_end
 from epserve.rank.reports import Outcome, RankFacts
 from tests.support.checkpoints import write
 from tests.support.ranks import RANKS_PER_GPU, cluster_section, num_places
@@ -182,10 +182,10 @@ def test_the_end_of_a_process_is_waited_for(monkeypatch):
     try:
         assert lives(process.pid, started)
         assert not lives(process.pid, started - 1)  # the number was somebody else's
-        monkeypatch.setattr(endings, "END_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(device, "END_TIMEOUT_S", 0.05)
         with pytest.raises(NotReady, match=rf"process {process.pid}, whose place .* has not ended within 0.05 s"):
             wait_for_end(there)
-        monkeypatch.setattr(endings, "END_TIMEOUT_S", 20)
+        monkeypatch.setattr(device, "END_TIMEOUT_S", 20)
         process.kill()
         wait_for_end(there)
         with open(f"/proc/{process.pid}/stat") as file:

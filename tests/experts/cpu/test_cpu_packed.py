@@ -263,7 +263,7 @@ def test_a_rank_serves_a_checkpoint_as_it_is_stored(packed_library, tmp_path, na
     worker.warm_up()
     layer = worker.plan.layers[0]
     assert worker.plan.chosen.experts == ("vllm_cpu_mxfp4" if row.scheme == "mxfp4" else "vllm_cpu_packed")
-    assert worker.held(layer)[2].experts.packing is not None
+    assert worker.weights.held(layer)[2].experts.packing is not None
     settings["model"] = {"path": str(plain), "dtype": "float32"}
     exact = Worker(parse_config(settings), RankContext())
     exact.load()
@@ -284,10 +284,10 @@ def test_a_rank_serves_a_checkpoint_as_it_is_stored(packed_library, tmp_path, na
     )
     present = worker.placements[layer]
     turned = dataclasses.replace(present, version=1, physical_to_logical=tuple(reversed(present.physical_to_logical)))
-    server = ExpertServer(worker.held)
+    server = ExpertServer(worker.weights.held)
     try:
         holders = {expert: [server.address] for expert in range(worker.info.num_experts)}
-        source = PeerSource(lambda layer: (present, (), worker.held(layer)[2]), holders, fallback=worker)
+        source = PeerSource(lambda layer: (present, (), worker.weights.held(layer)[2]), holders, fallback=worker)
         assert worker.stage(layer, turned, source=source)
         assert source.came_from["peer"] == worker.info.num_experts
     finally:

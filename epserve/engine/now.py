@@ -139,5 +139,7 @@ class StepsNow:
     def _tell(self) -> None:
         while self._ran:
             ran = self._ran.popleft()
+            for piece in ran.ready.step:
+                piece.item.queued = ran.start
             plan, result = replace(ran.ready.plan, step=ran.number), StepResult(out_MK=NO_ROWS, phases=ran.phases)
             self._scheduler.did(record_of(plan, ran.ready.step, result, ran.start, ran.end))

@@ -89,6 +89,22 @@ async def test_calls_of_a_kind_have_the_rows_and_the_routing_of_each(service, mo
     assert len(written) == (2 if in_place else 12)
 
 
+async def test_a_call_of_a_kind_has_its_own_time_in_the_queue(service):
+    engine, server = service
+    records = []
+    engine.on_step(records.append)
+
+    def calls():
+        with Client(server.address) as client, client.open_lane(5) as lane:
+            for _ in range(2):
+                lane.forward(LAYER, tokens(5))
+                time.sleep(0.3)
+
+    await asyncio.wait_for(asyncio.to_thread(calls), LIMIT_S)
+    await until(lambda: len(records) >= 2, LIMIT_S, "records")
+    assert all(record.started == part.queued for record in records for part in record.parts)
+
+
 async def test_lanes_and_messages_share_the_ranks(service, reference):
     engine, server = service
     clients = Clients(server.address, reference, lanes=3, messages=2)

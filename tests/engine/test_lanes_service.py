@@ -4,6 +4,7 @@ and change."""
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 import pytest_asyncio

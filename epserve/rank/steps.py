@@ -107,7 +107,8 @@ class RankSteps:
             self._take_threads()
             self.started, self.step = time.monotonic(), STEP_OF_LANES
             try:
-                self.direct.serve()
+                with self.lanes.turn():
+                    self.direct.serve()
             except Exception:  # a defect: the engine's steps go on
                 log.exception("serving lanes")
                 self.direct.give_back()

@@ -42,8 +42,8 @@ WARM_UP = 5
 PAUSE_S = 0.002  # between calls, as attention would take
 
 
-def calls(address: str, layer: int, tokens: int, repeats: int, dtype: torch.dtype) -> list[tuple[str, float]]:
-    """Way and seconds of each call, in the order of the calls."""
+def calls(address: str, layer: int, tokens: int, repeats: int, dtype: torch.dtype) -> list[tuple[str, float, float]]:
+    """Way and seconds of each call, and when it began, in the order of the calls."""
     torch.set_num_threads(1)
     x = torch.randn(tokens, SIZES["hidden"]).to(dtype)
     done = []
@@ -62,9 +62,9 @@ def calls(address: str, layer: int, tokens: int, repeats: int, dtype: torch.dtyp
         for _ in range(repeats + WARM_UP):
             for way in WAYS:
                 time.sleep(PAUSE_S)
-                start = time.perf_counter()
+                start = time.monotonic()
                 each[way]()
-                done.append((way, time.perf_counter() - start))
+                done.append((way, time.monotonic() - start, start))
         lane.check()
         assert torch.equal(lane.y()[:tokens], client.forward(layer, x)), "other bits than over gRPC"
     return done
@@ -109,15 +109,13 @@ async def measure(config, layer: int, scale: float) -> dict:
                 question = (server.address, layer, tokens, repeats, dtype)
                 done = await asyncio.to_thread(pool.apply, calls, question)
                 await asyncio.sleep(1)  # lanes tell of their steps a little later
-                kernels = [
-                    max(sum(phases.values()) for phases in record.phases)
-                    for record in sorted(records, key=lambda each: each.started)
-                ]
+                steps = sorted(records, key=lambda each: each.started)
+                kernels = [max(sum(phases.values()) for phases in record.phases) for record in steps]
                 assert len(kernels) == len(done) + 1, (len(kernels), len(done))
                 rows: dict = {}
                 for way in WAYS:
                     mine = [
-                        (whole, kernel) for (name, whole), kernel in zip(done, kernels, strict=False) if name == way
+                        (whole, kernel) for (name, whole, _), kernel in zip(done, kernels, strict=False) if name == way
                     ]
                     mine = mine[WARM_UP:]
                     kernel = statistics.median(kernel for _, kernel in mine)
@@ -127,6 +125,12 @@ async def measure(config, layer: int, scale: float) -> dict:
                         **{f"beyond_{name}": value for name, value in summary(beyond).items()},
                         "of_kernel": round(statistics.median(whole / each for whole, each in mine), 3),
                     }
+                there = [
+                    step.parts[0].queued - began
+                    for (way, _, began), step in zip(done, steps, strict=False)
+                    if way == "lane"
+                ]
+                rows["lane"]["bell_to_step_us"] = round(statistics.median(there[WARM_UP:]) * 1e6)
                 result[str(tokens)] = rows
                 print(tokens, rows, flush=True)
             rates = {str(lanes): round(await asyncio.to_thread(pool.apply, rate, (server.address, layer, lanes)), 1)

@@ -4,8 +4,8 @@ One service on a CPU rank of this machine, with a spare. Two processes have four
 to 64 rows and rows of its own choice, and every result is compared with what the service said over gRPC at the start. Meanwhile
 another client with a lane is killed and started again, one more writes random words into its lane, and now and then the rank is
 killed, or stopped until the service notices. A call counts once its result is there: none may be lost, and none wrong. A step
-that is shared rounds otherwise than one that is not, so results are compared within a tolerance, and those of the first calls,
-which are alone, bit by bit. Memory is that of front end and rank.
+that is shared rounds otherwise than one that is not, so results are compared within a tolerance. Before the others start, one
+client compares bit by bit. Memory is that of front end and rank.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ def work(address: str, number: int, done: Any, wrong: Any, stop: Any) -> None:
         lanes = [held.enter_context(client.open_lane(MOST_TOKENS, call_timeout=CALL_S)) for _ in range(LANES)]
         asked = inputs(tuple(lanes[0].layers))
         expected = [client.forward(layer, x) for layer, x in asked]
-        if number == 0:
-            for (layer, x), y in zip(asked, expected, strict=True):
-                assert torch.equal(lanes[0].forward(layer, x), y), "other bits than over gRPC"
         under_way = []
         for lane in lanes:
             under_way.append(chosen.randrange(INPUTS))
@@ -84,6 +81,14 @@ def work(address: str, number: int, done: Any, wrong: Any, stop: Any) -> None:
         for lane in lanes:
             lane.finish()
             lane.check()
+
+
+def same_bits(address: str) -> None:
+    """Compares lane and gRPC while no other client is there."""
+    torch.set_num_threads(1)
+    with Client(address) as client, client.open_lane(MOST_TOKENS) as lane:
+        for layer, x in inputs(tuple(lane.layers)):
+            assert torch.equal(lane.forward(layer, x), client.forward(layer, x)), "other bits than over gRPC"
 
 
 def begin(lane: Any, call: tuple[int, torch.Tensor]) -> None:
@@ -136,6 +141,10 @@ async def soak(config: Any, calls: int, seconds: float) -> dict[str, Any]:
             process.start()
             return process
 
+        alone = started(same_bits)
+        await asyncio.to_thread(alone.join, CALL_S)
+        if alone.exitcode != 0:
+            raise RuntimeError("a lane's results have other bits than those over gRPC")
         workers = [started(work, number, done, wrong, stop) for number in range(PROCESSES)]
         others = [started(victim), started(vandal, 0)]
         start = last_fault = last_victim = time.monotonic()
@@ -190,12 +199,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         path = write_demo_checkpoint("mixtral", Path(folder) / "model", **SIZES)
         config = parse_config(
             {
                 "model": {"path": str(path or Path(folder) / "model"), "dtype": "float32"},
-                "engine": {"ranks": 1, "device": "cpu", "spares": 1, "spare_weights": "host"},
+                "engine": {"ranks": 1, "device": "cpu", "cpu_threads": 1, "spares": 1, "spare_weights": "host"},
                 "scheduler": {"heartbeat_s": 4},
                 "server": {"port": 0},
             },
@@ -203,7 +213,8 @@ def main() -> None:
         )
         result = asyncio.run(soak(config, options.calls, options.seconds))
     machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
-    report = {"machine": machine, "sizes": SIZES, **result}
+    loads = {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)}
+    report = {"machine": machine, "load": loads, "sizes": SIZES, **result}
     print(reports.text(report))
     if options.json is not None:
         reports.save(options.json, report)

@@ -53,6 +53,8 @@ class DirectLanes:
         self._scheduler, self._ranks = scheduler, ranks
         self._numbers = itertools.count(1)
         self._served: dict[int, Served] = {}
+        self.max_tokens: int = ranks.config.scheduler.max_step_tokens
+        """Most tokens of one step. The queue cuts longer calls, a rank does not."""
         self.cpu_s = 0.0
         """Processor time of the rank's step thread, as it last told."""
 

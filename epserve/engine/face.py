@@ -100,6 +100,7 @@ class LaneServer(Protocol):
     """Lets the only rank serve lanes in this host's memory itself (`direct_lanes.DirectLanes`)."""
 
     cpu_s: float
+    max_tokens: int
 
     @property
     def possible(self) -> bool: ...

@@ -128,6 +128,26 @@ async def test_calls_of_several_lanes_share_steps(service, reference):
     assert server._lanes.shown().joined > 0
 
 
+async def test_calls_that_are_longer_than_a_step_are_cut_by_the_queue(service, reference):
+    engine, _ = service
+    most, steps = engine.config.scheduler.max_step_tokens, []
+    engine.on_step(steps.append)
+    server = Server(engine, ServerConfig(port=0, max_tokens_per_request=most + 1))
+    await server.start()
+
+    def calls():
+        x = tokens(most + 1)
+        with Client(server.address) as client, client.open_lane(most + 1) as lane:
+            torch.testing.assert_close(lane.forward(LAYER, x, timeout=LIMIT_S)[-9:], reference(x[-9:]), **TOLERANCE)
+            assert direct(server) == 0
+
+    try:
+        await in_thread(calls)
+    finally:
+        await server.stop()
+    assert max(record.tokens for record in steps) <= most
+
+
 async def test_what_the_rank_cannot_answer_gets_its_typed_status_and_the_lane_goes_back(service, reference):
     _, server = service
     good = lw.header(mode=lw.BLOCK, layer=LAYER, tokens=1)

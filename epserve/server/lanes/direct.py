@@ -166,6 +166,7 @@ class DirectLanes:
             and not self._stopped
             and not lane.closed
             and not lane.layout.on_gpu
+            and lane.layout.cap <= server.max_tokens
             and not self._calls.draining.is_set()
             and not self._calls.observer.tracing.on
             and lane.caller.account.claim(0) is None
@@ -181,8 +182,7 @@ class DirectLanes:
                     if server is None or not self._may(lane, server):
                         self.take(lane)
                 for lane in self._poller.lanes:
-                    if server is not None and server.possible:
-                        await self.give(lane)
+                    await self.give(lane)
                 if server is not None and self._have_rung():
                     await server.news()
             except Exception:  # a defect must not end the look at rights

@@ -33,7 +33,6 @@ from epserve.service.run import running
 
 RESULT = Path(__file__).parent / "results" / "lanes.json"
 SIZES = {"hidden": 2048, "intermediate": 256, "num_experts": 16, "top_k": 2, "num_layers": 2, "seed": 1}
-DTYPE = "float32"
 WAYS = ("lane", "region", "messages")
 TOKENS = {1: 200, 16: 200, 1024: 15}  # tokens of a call: calls of each way
 LANES = (1, 64)
@@ -163,6 +162,7 @@ def hold(address: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--scale", type=float, default=1.0, help="repeats, over those of the kept result")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -173,7 +173,7 @@ def main() -> None:
         engine = {"ranks": options.ranks, "device": "cpu"}
         config = parse_config(
             {
-                "model": {"path": str(path or Path(folder) / "model"), "dtype": DTYPE},
+                "model": {"path": str(path or Path(folder) / "model"), "dtype": options.dtype},
                 "engine": engine,
                 "server": {"port": 0},
             },
@@ -183,7 +183,7 @@ def main() -> None:
     report = {
         "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine(), "torch": torch.__version__},
         "load": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
-        "sizes": SIZES, "dtype": DTYPE, "ranks": options.ranks, **result,
+        "sizes": SIZES, "dtype": options.dtype, "ranks": options.ranks, **result,
     }  # fmt: skip
     if options.json is not None:
         reports.save(options.json, report)

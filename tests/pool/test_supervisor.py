@@ -36,7 +36,9 @@ async def test_a_look_that_fails_is_logged_and_does_not_end_the_looking(caplog, 
     serving.set()
     member = Member()
     pool = SimpleNamespace(
-        config=SimpleNamespace(scheduler=SimpleNamespace(heartbeat_s=0.4, step_timeout_s=30)), serving=serving, members=[member]
+        config=SimpleNamespace(scheduler=SimpleNamespace(heartbeat_s=0.4, step_timeout_s=30)),
+        serving=serving,
+        members=[member],
     )
     supervisor, causes = Supervisor(pool), []
 

@@ -50,6 +50,7 @@ WARM, REPEATS = 20, 200
 WINDOWS = 10
 LIMIT_S = 120.0
 WAYS = ("cuda", "system")
+SCHEMES = ("none", "fp8_block")
 PHASES = ("copy in", "gate", "prepare", "experts", "finalize", "copy out")
 
 
@@ -423,7 +424,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no step as a CUDA graph")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of throughput")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--schemes", nargs="+", choices=synthetic.SCHEMES, default=list(synthetic.SCHEMES))
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--ranks", type=int, default=0, help="0: as many as there are GPUs")
     parser.add_argument("--cpu", action="store_true", help="made-up GPUs: the plumbing alone")
     parser.add_argument("--commit", default="", help="recorded in the result")

@@ -77,15 +77,20 @@ class OwnRay:
             node.end(node.descendants({os.getpid()}) - before, 1.0)
 
     def close(self) -> None:
-        """Removes the folder. Blocks while Ray's last processes still write, for up to REMOVE_S seconds."""
+        """Removes the folder. Blocks while Ray's last processes still write, for up to REMOVE_S seconds.
+
+        A signal in the middle of an end ends it again, in another thread.
+        """
         if self._made_token:
-            del os.environ["RAY_AUTH_TOKEN_PATH"]
+            os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
             _forget_token()
         end = time.monotonic() + REMOVE_S
         while self.folder.exists() and time.monotonic() < end:
             shutil.rmtree(self.folder, ignore_errors=True)
             time.sleep(0.02)
-        os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def _make_token(self) -> None:
         """Makes a token that this user alone can read. Ray itself would write one that every user can read into the home folder.

@@ -51,7 +51,7 @@ async def interrupted(folder: Path, stage: str, number: signal.Signals) -> tuple
             shown += line
         if stage == "starting Ray":
             await until(lambda: node.descendants({process.pid}))
-        else:
+        elif stage != "ask for":  # the answers come within that time
             await asyncio.sleep(0.2)
         started = node.descendants({process.pid})
         process.send_signal(number)
